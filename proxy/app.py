@@ -1,0 +1,110 @@
+"""[io] The composition root: opens what the process needs, wires the parts, closes them again."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from proxy import log
+from proxy.api import operations
+from proxy.api.chat import ChatRoute
+from proxy.api.http import Receive, Scope, Send
+from proxy.metrics import Metrics
+from proxy.session.private_store import PrivateStore
+from proxy.session.table import SessionTable
+from proxy.settings import Settings
+from proxy.turn.conductor import CHAT_PATH, Conductor
+from proxy.workers.client import WorkerClient
+from proxy.workers.health import HealthLoop, ModelList
+from proxy.workers.pool import Pool, Role, Worker
+
+
+class App:
+    """The proxy as an ASGI application.
+
+    Generating routes go straight to their handler; everything else to FastAPI. ``start`` and
+    ``stop`` are driven by the server's lifespan, or directly by a test.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.models = ModelList()
+        self.pool = Pool(
+            [_worker(url, Role.PREFILL) for url in settings.prefill_urls]
+            + [_worker(url, Role.DECODE) for url in settings.decode_urls]
+        )
+        self._private_store: PrivateStore | None = None
+
+    async def start(self) -> None:
+        settings = self.settings
+        url = settings.redis_url
+        if url is None:
+            self._private_store = PrivateStore()
+            url = await self._private_store.start()
+        self.table = SessionTable(url, timeout_seconds=settings.table_timeout_seconds)
+        self.client = WorkerClient(connect_timeout_seconds=settings.connect_timeout_seconds)
+        self.health = HealthLoop(
+            self.client,
+            self.pool.workers,
+            self.models,
+            interval=settings.health_interval_seconds,
+            timeout=settings.health_timeout_seconds,
+            failures=settings.health_failures,
+        )
+        self.conductor = Conductor(
+            settings=settings,
+            pool=self.pool,
+            client=self.client,
+            table=self.table,
+            metrics=self.metrics,
+        )
+        self._chat = ChatRoute(
+            self.conductor, self.models, self.metrics, max_body_bytes=settings.max_body_bytes
+        )
+        self._operations = operations.build(self.pool, self.models, self.table, self.metrics)
+        self.health.start()
+        log.event(
+            "started",
+            prefill=list(settings.prefill_urls),
+            decode=list(settings.decode_urls),
+            table="private" if self._private_store else "redis",
+            reuse=settings.reuse_enabled,
+        )
+        if not settings.verify_tokens:
+            log.event("verification_is_off", note="answers may be wrong; for tests only")
+
+    async def stop(self) -> None:
+        await self.health.stop()
+        await self.conductor.close()
+        await self.client.close()
+        await self.table.close()
+        if self._private_store is not None:
+            await self._private_store.stop()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif scope["path"] == CHAT_PATH and scope.get("method") == "POST":
+            await self._chat(scope, receive, send)
+        else:
+            await self._operations(scope, receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                try:
+                    await self.start()
+                except Exception as error:
+                    log.exception("start_failed")
+                    await send({"type": "lifespan.startup.failed", "message": str(error)})
+                    return
+                await send({"type": "lifespan.startup.complete"})
+            elif message["type"] == "lifespan.shutdown":
+                await self.stop()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+
+def _worker(url: str, role: Role) -> Worker:
+    return Worker(url=url, role=role, name=urlsplit(url).netloc)

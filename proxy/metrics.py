@@ -1,0 +1,106 @@
+"""Every metric: name, help, labels, unit. Code elsewhere feeds values and knows no names.
+
+Label sets are bounded: routes, reasons and results are closed lists, workers come from settings.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_FAST_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
+
+
+class Metrics:
+    """The metrics of one proxy, on a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self.turns = Counter(
+            "kvloop_turns",
+            "Turns by the route they took, why, and how they ended.",
+            ("route", "reason", "outcome"),
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "kvloop_prompt_tokens",
+            "Prompt tokens by where their KV came from: computed by prefill, found in prefill's "
+            "own cache, pulled from decode, or reused (prefill did not say which of the two).",
+            ("source",),
+            registry=registry,
+        )
+        self.ttft = Histogram(
+            "kvloop_ttft_seconds",
+            "From the request's last byte to the first content byte sent to the client.",
+            ("route",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.leg_seconds = Histogram(
+            "kvloop_leg_seconds",
+            "Duration of one call to a worker: tokenise, prefill, decode (to its first content).",
+            ("leg", "route"),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.commits = Counter(
+            "kvloop_commits",
+            "What became of decode's KV after a turn: stored, or why not.",
+            ("result",),
+            registry=registry,
+        )
+        self.releases = Counter(
+            "kvloop_releases",
+            "Claimed handles that were given back to decode unused.",
+            ("result",),
+            registry=registry,
+        )
+        self.claims_lost = Counter(
+            "kvloop_claims_lost", "Handles that another turn claimed first.", registry=registry
+        )
+        self.cold_retries = Counter(
+            "kvloop_cold_retries",
+            "Legs repeated without reuse after a failure, unseen by the client.",
+            ("leg", "cause"),
+            registry=registry,
+        )
+        self.stream_errors = Counter(
+            "kvloop_stream_errors",
+            "Streams that ended with an error after content had been sent.",
+            registry=registry,
+        )
+        self.client_disconnects = Counter(
+            "kvloop_client_disconnects",
+            "Clients that left before their answer was complete, by what was going on.",
+            ("stage",),
+            registry=registry,
+        )
+        self.http_errors = Counter(
+            "kvloop_http_errors", "Error answers sent to clients.", ("status",), registry=registry
+        )
+        self.table_seconds = Histogram(
+            "kvloop_table_seconds",
+            "Duration of one session-table operation.",
+            ("operation",),
+            buckets=_FAST_SECONDS,
+            registry=registry,
+        )
+        self.table_failures = Counter(
+            "kvloop_table_failures",
+            "Session-table operations that failed or timed out.",
+            ("operation",),
+            registry=registry,
+        )
+        self.worker_healthy = Gauge(
+            "kvloop_worker_healthy",
+            "1 while the worker is given turns.",
+            ("worker", "role"),
+            registry=registry,
+        )
+        self.worker_outstanding = Gauge(
+            "kvloop_worker_outstanding_turns",
+            "Turns sent to the worker and not finished, by this proxy.",
+            ("worker", "role"),
+            registry=registry,
+        )

@@ -1,0 +1,151 @@
+"""[pure] A holding: the KV blocks that a decode worker keeps for a conversation, as one record.
+
+Who sets what: ``handle`` comes from decode and is passed back untouched but for the cut
+(``turn/wire.py``); ``fingerprint`` says which tokens those blocks are known to hold; ``absent``
+marks a tombstone, a turn after which decode kept nothing, so that the next turn can name why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from proxy.session.fingerprint import DIGEST_BYTES, Fingerprint, PromptTokens
+from proxy.turn.reasons import Reason
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """KV blocks kept on decode worker ``worker`` for ``fingerprint.token_count`` tokens.
+
+    ``epoch`` identifies the process that holds them: it changes when the worker restarts.
+    ``handle`` is the ``kv_transfer_params`` object decode returned; None for a tombstone.
+    """
+
+    id: str
+    worker: str
+    epoch: str
+    fingerprint: Fingerprint
+    handle: dict[str, Any] | None
+    absent: Reason | None = None
+
+    @property
+    def engine_id(self) -> str:
+        return str(self.handle.get("remote_engine_id", "")) if self.handle else ""
+
+    @property
+    def block_count(self) -> int:
+        if not self.handle:
+            return 0
+        return sum(len(group) for group in self.handle["remote_block_ids"])
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A holding and how many of its leading tokens this prompt is proved to share."""
+
+    holding: Holding
+    common: int
+
+    @property
+    def complete(self) -> bool:
+        """The prompt extends everything the holding covers."""
+        return self.common == self.holding.fingerprint.token_count > 0
+
+
+def best_match(prompt: PromptTokens, candidates: list[Holding]) -> Match | None:
+    """The candidate that shares the most tokens; the first of equals (the newest) wins."""
+    matches = [Match(each, prompt.common_prefix(each.fingerprint)) for each in candidates]
+    return max(matches, key=lambda match: match.common, default=None)
+
+
+def encode(holding: Holding) -> bytes:
+    """Record as stored: 4 bytes header length, JSON header, digests."""
+    header = orjson.dumps(
+        {
+            "v": _VERSION,
+            "worker": holding.worker,
+            "epoch": holding.epoch,
+            "tokens": holding.fingerprint.token_count,
+            "spans": holding.fingerprint.span_count,
+            "handle": holding.handle,
+            "absent": holding.absent,
+        }
+    )
+    return b"".join(
+        (
+            len(header).to_bytes(4, "big"),
+            header,
+            holding.fingerprint.spans,
+            holding.fingerprint.tail,
+        )
+    )
+
+
+def decode(id: str, record: bytes) -> Holding | None:
+    """The holding in a stored record; None when it was written by an unknown version."""
+    try:
+        size = int.from_bytes(record[:4], "big")
+        header = orjson.loads(record[4 : 4 + size])
+        if header["v"] != _VERSION:
+            return None
+        cut = 4 + size + header["spans"] * DIGEST_BYTES
+        absent = header["absent"]
+        return Holding(
+            id=id,
+            worker=header["worker"],
+            epoch=header["epoch"],
+            fingerprint=Fingerprint(header["tokens"], record[4 + size : cut], record[cut:]),
+            handle=header["handle"],
+            absent=Reason(absent) if absent else None,
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def usable_handle(value: object) -> dict[str, Any] | None:
+    """``value`` if it is a handle that prefill can pull from or release, else None.
+
+    Workers answer null, lists, strings or empty objects when they keep nothing (bugs B5), and P
+    silently ignores a handle that lacks one of its address fields, leaving the blocks pinned.
+    """
+    if not isinstance(value, dict) or value.get("do_remote_decode") is not True:
+        return None
+    blocks = value.get("remote_block_ids")
+    if not isinstance(blocks, list) or not blocks:
+        return None
+    for group in blocks:
+        if not isinstance(group, list) or not all(type(block) is int for block in group):
+            return None
+    if not any(blocks):
+        return None
+    tokens = value.get("remote_num_tokens")
+    if type(tokens) is not int or tokens <= 0:
+        return None
+    address = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+    if any(value.get(field) in (None, "") for field in address):
+        return None
+    return value
+
+
+def held_tokens(
+    prompt: PromptTokens, output_ids: list[int] | None, remote_num_tokens: int
+) -> Fingerprint | None:
+    """Which tokens a handle's blocks are known to hold. None when the ids cannot account for them.
+
+    Decode has computed every token but the last it sampled; with asynchronous scheduling its count
+    may include that one too, so only ``prompt + output - 1`` tokens are ever relied upon. When the
+    ids do not add up (reasoning hidden from the answer, ids missing) only the prompt is certain.
+    """
+    computed = len(prompt) + len(output_ids or ()) - 1
+    if output_ids and computed <= remote_num_tokens <= computed + 1:
+        return prompt.extended(output_ids[:-1])
+    if remote_num_tokens >= len(prompt):
+        return prompt.fingerprint
+    if remote_num_tokens == len(prompt) - 1 and not output_ids:
+        return prompt.shortened(remote_num_tokens)
+    return None

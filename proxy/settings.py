@@ -1,0 +1,210 @@
+"""Every setting, typed, with its reason. One name in three places.
+
+A setting ``prefill_urls`` is the environment variable ``KVLOOP_PREFILL_URLS``, the flag
+``--prefill-urls`` and the key ``prefill_urls`` in the TOML file that ``KVLOOP_CONFIG`` names. Flags
+beat the environment, the environment beats the file. A wrong value stops the start with a message
+that names the setting.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Settings(BaseSettings):
+    """Settings of one proxy process. Times are seconds, sizes bytes, lengths tokens."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="KVLOOP_",
+        frozen=True,
+        extra="ignore",
+        env_ignore_empty=True,
+    )
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on.")
+
+    prefill_urls: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="Prefill workers, comma separated: http://host:port."
+    )
+    decode_urls: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="Decode workers, comma separated. At least one."
+    )
+
+    redis_url: str | None = Field(
+        None,
+        description="Session table: redis://, rediss:// or unix://. Unset: a private Valkey server "
+        "is started, which dies with this process.",
+    )
+    table_timeout_seconds: Seconds = Field(
+        0.25, description="Longest wait for Redis; then the turn goes on without reuse."
+    )
+
+    reuse_enabled: bool = Field(
+        True, description="False: every turn is prefilled cold and decode keeps nothing."
+    )
+    verify_tokens: bool = Field(
+        True,
+        description="Compare token ids before a pull. Only tests may turn this off, to show that "
+        "answers go wrong without it.",
+    )
+    decode_kv_ttl_seconds: Seconds = Field(
+        480,
+        description="How long decode keeps a handle's blocks (its decoder_kv_blocks_ttl).",
+    )
+    expiry_margin_seconds: Seconds = Field(
+        30,
+        description="Sessions expire this much before decode's TTL: time for queueing on prefill, "
+        "which itself declines a pull in the last 5 seconds.",
+    )
+    pull_threshold: int = Field(
+        64,
+        ge=1,
+        description="Shortest pull in tokens. Equal to the workers' kv_recompute_threshold: below "
+        "it prefill declines and computes.",
+    )
+
+    max_body_bytes: int = Field(64 * 2**20, ge=1024, description="Larger requests get a 413.")
+
+    connect_timeout_seconds: Seconds = Field(
+        2, description="TCP connect to a worker. A dead host must not hold a turn for long."
+    )
+    tokenise_timeout_seconds: Seconds = Field(
+        30, description="Rendering and tokenising a prompt: ~1.3 ms per 1k tokens, and queueing."
+    )
+    warm_prefill_timeout_seconds: Seconds = Field(
+        60,
+        description="Prefill with a pull. A prefill worker without bidirectional transfer never "
+        "answers; after this the turn goes cold.",
+    )
+    cold_prefill_timeout_seconds: Seconds = Field(
+        600, description="Prefill without a pull: a full context on a queue."
+    )
+    first_byte_timeout_seconds: Seconds = Field(
+        600, description="Decode's first byte: transfer plus queueing, or a whole plain answer."
+    )
+    chunk_timeout_seconds: Seconds = Field(
+        120, description="Silence between two chunks of a stream before decode counts as dead."
+    )
+
+    health_interval_seconds: Seconds = Field(2, description="Pause between two health probes.")
+    health_timeout_seconds: Seconds = Field(
+        5, description="One health probe. Busy workers answer late; see health_failures."
+    )
+    health_failures: int = Field(
+        3, ge=1, description="Failed probes in a row before a worker is left out."
+    )
+    pull_failures: int = Field(
+        3, ge=1, description="Failed pulls in a row before pulls to a prefill worker are paused."
+    )
+    pull_pause_seconds: Seconds = Field(30, description="How long that pause is.")
+
+    log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
+
+    @field_validator("prefill_urls", "decode_urls", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(part.strip().rstrip("/") for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("prefill_urls", "decode_urls")
+    @classmethod
+    def _worker_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"{url!r} is not a worker address; write http://host:port")
+        if len(set(urls)) != len(urls):
+            raise ValueError("the same worker is listed twice")
+        return urls
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis_scheme(cls, url: str | None) -> str | None:
+        if url is not None and urlsplit(url).scheme not in ("redis", "rediss", "unix"):
+            raise ValueError("must start with redis://, rediss:// or unix://")
+        return url
+
+    @field_validator("log_level")
+    @classmethod
+    def _level(cls, level: str) -> str:
+        if level.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            raise ValueError("must be DEBUG, INFO, WARNING or ERROR")
+        return level.upper()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        if not self.decode_urls:
+            raise ValueError("decode_urls is empty; name at least one decode worker")
+        if self.expiry_margin_seconds >= self.decode_kv_ttl_seconds:
+            raise ValueError(
+                "expiry_margin_seconds must be smaller than decode_kv_ttl_seconds, or no session "
+                "would ever be stored"
+            )
+        return self
+
+    @property
+    def session_ttl_seconds(self) -> float:
+        return self.decode_kv_ttl_seconds - self.expiry_margin_seconds
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        sources: list[PydanticBaseSettingsSource] = [init_settings, env_settings]
+        if path := os.environ.get("KVLOOP_CONFIG"):
+            sources.append(TomlConfigSettingsSource(settings_cls, toml_file=path))
+        return tuple(sources)
+
+
+class SettingsError(SystemExit):
+    """Wrong settings: exit status 2, and a message that says what to mend."""
+
+
+def load(arguments: list[str] | None = None) -> Settings:
+    """Settings from flags, environment and file. Raises ``SettingsError``."""
+    path = os.environ.get("KVLOOP_CONFIG")
+    if path and not os.path.isfile(path):
+        raise SettingsError(f"kvloop: KVLOOP_CONFIG names {path!r}, which is not a file")
+    try:
+        if arguments is None:
+            return Settings()
+        flags: CliSettingsSource[Any] = CliSettingsSource(
+            Settings,
+            cli_parse_args=arguments,
+            cli_kebab_case=True,
+            cli_prog_name="kvloop proxy",
+            cli_hide_none_type=True,
+        )
+        return Settings(**flags())
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            name = str(problem["loc"][0]) if problem["loc"] else ""
+            message = problem["msg"].removeprefix("Value error, ")
+            if name:
+                flag = name.replace("_", "-")
+                lines.append(f"  {name}: {message} (KVLOOP_{name.upper()} or --{flag})")
+            else:
+                lines.append(f"  {message}")
+        raise SettingsError("kvloop: wrong settings\n" + "\n".join(lines)) from None

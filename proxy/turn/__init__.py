@@ -1,0 +1,1 @@
+"""One turn: plan it (pure), perform it, commit what decode kept."""

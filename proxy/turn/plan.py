@@ -1,0 +1,48 @@
+"""[pure] The plans a turn can have. One frozen type each, matched exhaustively.
+
+``release`` is a holding that was claimed and will not be pulled: performing the plan includes
+telling decode to free it, so that no pin outlives its use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from proxy.session.holding import Holding
+from proxy.turn.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class ColdPrefill:
+    """Prefill computes the whole prompt (or finds it in its own cache). Always right."""
+
+    route: ClassVar[str] = "cold-prefill"
+    reason: Reason
+    release: Holding | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWithPull:
+    """Prefill pulls the first ``tokens`` tokens from decode and computes the rest.
+
+    ``blocks`` is how many ids of each group's block list go along.
+    """
+
+    route: ClassVar[str] = "prefill-with-pull"
+    reason: Reason
+    holding: Holding
+    tokens: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOnly:
+    """One worker does it all: nothing is transferred and nothing is kept."""
+
+    route: ClassVar[str] = "decode-only"
+    reason: Reason
+    release: Holding | None = None
+
+
+TurnPlan = ColdPrefill | PrefillWithPull | DecodeOnly

@@ -1,0 +1,152 @@
+"""[pure] What to do with a turn, from values alone.
+
+Three questions, each a function here, asked in this order by the conductor:
+
+``may_split``    can prefill and decode share this request at all?
+``wants_claim``  is the best stored holding worth claiming? (Claiming consumes it.)
+``plan_turn``    given what was claimed, which plan?
+
+Whatever is claimed ends up in the plan: pulled, or under ``release``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from proxy.session.holding import Holding, Match
+from proxy.turn.plan import ColdPrefill, DecodeOnly, PrefillWithPull, TurnPlan
+from proxy.turn.reasons import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where a pull starts to pay. ``pull_threshold``: tokens."""
+
+    pull_threshold: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class HolderState:
+    """What the pool knows of the worker that a holding names.
+
+    ``epoch`` is empty when unknown; ``block_size`` (tokens) is None when it was not probed.
+    """
+
+    present: bool
+    epoch: str = ""
+    block_size: int | None = None
+
+
+def may_split(body: Mapping[str, Any]) -> Reason | None:
+    """None when prefill and decode may share the request, else why one worker must do it all.
+
+    Sources: vLLM #38900 (n), #50792 and #27449 (prompt_logprobs and echo kill the decode engine,
+    which has no logits for pulled tokens).
+    """
+    if (body.get("n") or 1) != 1 or (body.get("best_of") or 1) != 1 or body.get("use_beam_search"):
+        return Reason.MULTIPLE_CHOICES
+    if body.get("prompt_logprobs") is not None or body.get("echo"):
+        return Reason.PROMPT_LOGPROBS
+    return None
+
+
+def has_media(messages: object) -> bool:
+    """Does any message hold a part that is not text?
+
+    Placeholders of different images have equal ids (smg #2365), and vLLM ignores forwarded ids for
+    such messages, so the ids prove nothing.
+    """
+    if not isinstance(messages, list):
+        return False
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list):
+            for part in content:
+                if isinstance(part, dict) and not _is_text(part):
+                    return True
+    return False
+
+
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+
+
+def _is_text(part: Mapping[str, Any]) -> bool:
+    kind = part.get("type")
+    return kind in _TEXT_PARTS if kind is not None else set(part) <= {"text"}
+
+
+def wants_claim(match: Match, *, named: bool) -> bool:
+    """Should the turn claim this holding?
+
+    A turn that names its conversation claims that conversation's holding whatever it shares:
+    useless, it is released. A turn found by prefix alone must use at least half of the holding, or
+    a chance match (a shared system prompt) would consume another conversation's handle.
+    """
+    if match.holding.handle is None:
+        return True
+    return named or match.common * 2 >= match.holding.fingerprint.token_count
+
+
+def plan_turn(
+    *,
+    match: Match | None,
+    holder: HolderState,
+    miss: Reason = Reason.NEW_SESSION,
+    limits: Limits,
+    pull_allowed: bool = True,
+) -> TurnPlan:
+    """The plan for a turn that prefill and decode share.
+
+    ``match`` is what was claimed (None: nothing, and ``miss`` says why); ``holder`` describes its
+    worker; ``pull_allowed`` is False while pulls to the chosen prefill worker are paused.
+    """
+    if match is None:
+        return ColdPrefill(miss)
+    holding = match.holding
+    if holding.handle is None:
+        return ColdPrefill(holding.absent or Reason.NEW_SESSION)
+    if not holder.present or (holder.epoch and holding.epoch and holder.epoch != holding.epoch):
+        # The process that held the blocks is gone: there is nothing to release either.
+        return ColdPrefill(Reason.DECODE_RESTARTED)
+    if not pull_allowed:
+        # That prefill worker may hang on handles: it is not sent the release form either.
+        return ColdPrefill(Reason.PULL_BLOCKED)
+    if match.common < limits.pull_threshold:
+        grew = match.complete
+        reason = Reason.BELOW_THRESHOLD if grew else Reason.HISTORY_DIVERGED
+        return ColdPrefill(reason, release=holding)
+    cut = _cut(match, holder.block_size)
+    if cut is None:
+        return ColdPrefill(Reason.UNCUTTABLE, release=holding)
+    tokens, blocks = cut
+    reason = Reason.HISTORY_GREW if match.complete else Reason.HISTORY_CUT
+    return PrefillWithPull(reason, holding, tokens, blocks)
+
+
+def one_worker(reason: Reason, release: Holding | None = None) -> DecodeOnly:
+    return DecodeOnly(reason, release)
+
+
+def _cut(match: Match, block_size: int | None) -> tuple[int, int] | None:
+    """Tokens and block-list length to send, or None when that cannot be done safely.
+
+    vLLM keeps the *last* blocks of a list that is longer than it needs, so the list must have
+    exactly ``ceil(tokens / block_size)`` ids: token count and list are cut together or not at all.
+    With several KV-cache groups a count in tokens does not describe the lists: whole or nothing.
+    """
+    handle = match.holding.handle
+    assert handle is not None
+    groups: list[list[int]] = handle["remote_block_ids"]
+    held = handle["remote_num_tokens"]
+    tokens = min(match.common, held)
+    if tokens == held:
+        if len(groups) == 1 and block_size and len(groups[0]) != ceil(held / block_size):
+            return None
+        return tokens, max(len(group) for group in groups)
+    if len(groups) != 1 or not block_size:
+        return None
+    blocks = ceil(tokens / block_size)
+    return (tokens, blocks) if blocks <= len(groups[0]) else None

@@ -1,0 +1,73 @@
+"""[pure] The closed list of reasons: why a turn took the route that it took.
+
+Every turn has exactly one. Metrics, the turn log, ``X-KVLoop-Reason`` and the dashboards show
+these words and no others, so an operator who sees one can look it up here.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why a turn was planned, or ended up, as it was."""
+
+    # Reused.
+    HISTORY_GREW = "history_grew"
+    """The prompt extends everything decode computed: all of it is pulled."""
+    HISTORY_CUT = "history_cut"
+    """The prompt departs from what decode computed: the verified common part is pulled."""
+
+    # Nothing to reuse.
+    NEW_SESSION = "new_session"
+    """No stored handle for this conversation or token prefix (first turn, expired, or in use)."""
+    HISTORY_DIVERGED = "history_diverged"
+    """A handle was found, but too few leading tokens are equal; it was released."""
+    BELOW_THRESHOLD = "below_threshold"
+    """The common part is shorter than a pull is worth."""
+    CLAIM_LOST = "claim_lost"
+    """Another turn, or another proxy, claimed the handle first."""
+    DECODE_KEPT_NOTHING = "decode_kept_nothing"
+    """The last turn ended without a handle: stop string, abort, or decode not bidirectional."""
+    STREAM_WITHOUT_HANDLE = "stream_without_handle"
+    """The last turn was streamed by a decode worker without the kvloop plugin."""
+    PIN_REFUSED = "pin_refused"
+    """Decode would not keep the last turn's blocks: its share for retained KV is full."""
+    TOKENS_UNKNOWN = "tokens_unknown"
+    """The last turn's handle came without token ids that account for its KV."""
+
+    # May not be reused.
+    REUSE_DISABLED = "reuse_disabled"
+    """Switched off by KVLOOP_REUSE_ENABLED=false."""
+    MEDIA = "media"
+    """Messages hold images or other media: equal token ids do not mean equal KV."""
+    NOT_TOKENISED = "not_tokenised"
+    """The worker could not say which token ids this request has, so nothing can be verified."""
+    UNCUTTABLE = "uncuttable"
+    """Cutting is needed and not possible: several KV-cache groups, or unknown block size."""
+    DECODE_RESTARTED = "decode_restarted"
+    """The decode worker that held the blocks has restarted or left."""
+    TABLE_UNAVAILABLE = "table_unavailable"
+    """Redis did not answer in time."""
+    PULL_BLOCKED = "pull_blocked"
+    """Pulls to this prefill worker failed lately and are paused."""
+
+    # Performed differently from the plan.
+    PULL_FAILED = "pull_failed"
+    """The warm prefill failed or timed out; the turn was prefilled cold instead."""
+
+    DECODE_RETRIED = "decode_retried"
+    """Decode failed before any content; the turn was prefilled again, cold, and decoded elsewhere
+    if there was an elsewhere."""
+
+    # One worker does it all.
+    MULTIPLE_CHOICES = "multiple_choices"
+    """n > 1 or beam search: one handle cannot serve several sequences."""
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    """Log-probabilities of prompt tokens (or echo): decode never runs the prompt."""
+    NO_PREFILL_WORKER = "no_prefill_worker"
+    """No prefill worker is healthy."""
+    PREFILL_FAILED = "prefill_failed"
+    """Prefill failed cold as well; decode computed the prompt itself."""
+    PREFILL_KEPT_NOTHING = "prefill_kept_nothing"
+    """Prefill answered without a handle; decode computed the prompt itself."""

@@ -1,0 +1,87 @@
+"""[pure] Which request asks a worker for a prompt's token ids, and how its answer is read.
+
+``/v1/chat/completions/render`` runs the worker's own request path up to the engine, so its ids are
+by construction those the worker would run, and bad requests are refused before any prefill. It
+needs ``--enable-scale-out``; a worker without it answers 403. ``/tokenize`` is always there but
+takes fewer fields: it is used only for requests that it can express.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from proxy.turn.wire import client_fields
+
+RENDER_PATH = "/v1/chat/completions/render"
+TOKENIZE_PATH = "/tokenize"
+
+_SAME = (
+    "model",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+)
+_NOT_EXPRESSIBLE = ("truncate_prompt_tokens", "truncation_side", "mm_processor_kwargs")
+"""Fields that change the prompt and that ``/tokenize`` ignores."""
+
+
+def render_request(body: dict[str, Any]) -> dict[str, Any]:
+    """Body for ``/render``: the client's, not streamed (stream_options alone would be a 400)."""
+    leg = client_fields(body)
+    leg.pop("stream", None)
+    leg.pop("stream_options", None)
+    return leg
+
+
+def tokenize_request(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Body for ``/tokenize``, or None when it cannot describe this request.
+
+    Template arguments are put together as vLLM's ``ChatCompletionRequest.build_chat_params`` does:
+    top-level fields override ``chat_template_kwargs``; None and "auto" count as unset.
+    """
+    if any(body.get(field) is not None for field in _NOT_EXPRESSIBLE):
+        return None
+    if body.get("tools") and body.get("tool_choice") not in (None, "auto"):
+        return None  # some templates render the choice, and some servers drop the tools for "none"
+    leg = {field: body[field] for field in _SAME if body.get(field) is not None}
+    leg["messages"] = [_reasoning_renamed(message) for message in body["messages"]]
+    template = dict(body.get("chat_template_kwargs") or {})
+    effort = body.get("reasoning_effort")
+    if effort is not None and "enable_thinking" not in template:
+        template["enable_thinking"] = effort != "none"
+    for field in ("documents", "reasoning_effort"):
+        if body.get(field) not in (None, "auto"):
+            template[field] = body[field]
+    if template:
+        leg["chat_template_kwargs"] = template
+    return leg
+
+
+def _reasoning_renamed(message: Any) -> Any:
+    """The chat route accepts the old name ``reasoning_content``; ``/tokenize`` does not."""
+    if not isinstance(message, dict) or message.get("reasoning_content") is None:
+        return message
+    renamed = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if renamed.get("reasoning") is None:
+        renamed["reasoning"] = message["reasoning_content"]
+    return renamed
+
+
+def render_is_off(status: int, answer: Mapping[str, Any] | None) -> bool:
+    """Does this refusal mean that the route is missing, rather than that the request is bad?"""
+    return status in (403, 405) or (status == 404 and not (answer and "error" in answer))
+
+
+def token_ids(answer: Mapping[str, Any]) -> list[int] | None:
+    """The ids in a ``/render`` or ``/tokenize`` answer, None when they do not stand for the KV.
+
+    ``features`` describes media, whose placeholders have equal ids for different content.
+    """
+    if answer.get("features"):
+        return None
+    ids = answer.get("token_ids", answer.get("tokens"))
+    return ids if isinstance(ids, list) and ids else None

@@ -1,0 +1,192 @@
+"""[pure] Plan -> worker request bodies. The only home of ``kv_transfer_params`` keys.
+
+Field meanings were read in vLLM 0.32.0 (``distributed/kv_transfer/kv_connector/v1/nixl/``) and
+measured on real workers; ``kvloop*`` keys are ours and are ignored by stock workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from proxy.session.holding import Holding
+from proxy.turn.plan import PrefillWithPull
+
+STRIPPED_FROM_CLIENTS = ("kv_transfer_params", "ec_transfer_params", "conversation_id")
+"""Never forwarded from a client: the first two would let it read any worker's KV (they carry
+engine ids, hosts, block ids and token ids), the last is ours and unknown to strict servers."""
+
+_PREFILL_ONLY_UNSPLIT = (
+    "stream",
+    "stream_options",
+    "max_completion_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "logprobs",
+    "top_logprobs",
+    "logprob_token_ids",
+    "tool_choice",
+    "response_format",
+    "structured_outputs",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "return_token_ids",
+    "thinking_token_budget",
+)
+"""Removed when prefill must render the messages itself. It samples one token that is thrown away:
+``max_completion_tokens`` beats ``max_tokens``, ``min_tokens`` above it is a 400, a stop string at
+token one loses the handle, forced tool parsing of one token can fail."""
+
+
+def client_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """The client's body without what a client may not set."""
+    clean = {key: value for key, value in body.items() if key not in STRIPPED_FROM_CLIENTS}
+    xargs = clean.get("vllm_xargs")
+    if isinstance(xargs, dict) and any(key in STRIPPED_FROM_CLIENTS for key in xargs):
+        # vLLM merges vllm_xargs into the same dict that carries kv_transfer_params.
+        clean["vllm_xargs"] = {k: v for k, v in xargs.items() if k not in STRIPPED_FROM_CLIENTS}
+    return clean
+
+
+def transfer_for_prefill(
+    plan: PrefillWithPull | None, release: Holding | None = None
+) -> dict[str, Any]:
+    """``kv_transfer_params`` of a prefill leg: pull, release, or neither."""
+    if plan is not None:
+        assert plan.holding.handle is not None
+        groups = plan.holding.handle["remote_block_ids"]
+        return {
+            **plan.holding.handle,
+            "remote_num_tokens": plan.tokens,
+            "remote_block_ids": [group[: plan.blocks] for group in groups],
+        }
+    if release is not None and release.handle is not None:
+        return {**release.handle, "remote_num_tokens": 0}
+    return {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def prefill_body(body: Mapping[str, Any], ids_json: bytes, transfer: Mapping[str, Any]) -> bytes:
+    """Prefill leg over known token ids: a one-token text completion.
+
+    Only what changes the KV goes along (model or adapter, cache salt), plus scheduling priority:
+    templates, tools and sampling mean nothing to a prompt that is already token ids.
+    """
+    leg: dict[str, Any] = {
+        "model": body["model"],
+        "prompt": orjson.Fragment(ids_json),
+        "max_tokens": 1,
+        "temperature": 0,
+        "kv_transfer_params": transfer,
+    }
+    for field in ("cache_salt", "priority"):
+        if body.get(field) is not None:
+            leg[field] = body[field]
+    return orjson.dumps(leg)
+
+
+def prefill_chat_body(body: Mapping[str, Any], transfer: Mapping[str, Any]) -> bytes:
+    """Prefill leg when the ids are unknown (media, no tokeniser): prefill renders the messages."""
+    leg = {k: v for k, v in client_fields(dict(body)).items() if k not in _PREFILL_ONLY_UNSPLIT}
+    leg["max_tokens"] = 1
+    leg["max_completion_tokens"] = 1
+    leg["stream"] = False
+    leg["kv_transfer_params"] = transfer
+    return orjson.dumps(leg)
+
+
+def release_body(model: str, holding: Holding) -> bytes:
+    """A prefill request whose only purpose is that decode frees ``holding``.
+
+    With a count of zero prefill reads nothing and sends the notification that decode waits for.
+    It is the one release call the protocol has.
+    """
+    return prefill_body({"model": model}, b"[0]", transfer_for_prefill(None, holding))
+
+
+def decode_body(
+    body: dict[str, Any],
+    prefill_handle: Mapping[str, Any] | None,
+    *,
+    ids_json: bytes | None,
+    keep: bool,
+) -> bytes:
+    """Decode leg: the client's request with prefill's handle.
+
+    ``prefill_handle`` is passed on whole (0.32.0 corrects ``cached_tokens`` from an unknown-looking
+    field in it). None: decode does everything, and the field is left out, because on a
+    bidirectional worker an object with neither flag set pins its blocks for ever. ``keep`` False
+    asks a worker with our connector to retain nothing.
+    """
+    leg = client_fields(body)
+    if prefill_handle is not None:
+        transfer: dict[str, Any] = {**prefill_handle, "kvloop": 1}
+        if ids_json is not None:
+            transfer["prompt_token_ids"] = orjson.Fragment(ids_json)
+        if keep:
+            if not leg.get("stream"):
+                leg["return_token_ids"] = True
+        else:
+            transfer["kvloop_lease_seconds"] = 0
+        leg["kv_transfer_params"] = transfer
+    return orjson.dumps(leg)
+
+
+def usable_prefill_handle(value: object) -> dict[str, Any] | None:
+    """Prefill's answer if decode can pull with it, else None (older workers answer null on EOS)."""
+    if not isinstance(value, dict) or value.get("do_remote_prefill") is not True:
+        return None
+    return value if value.get("remote_block_ids") and value.get("remote_engine_id") else None
+
+
+def reported_reuse(prefill_handle: Mapping[str, Any]) -> tuple[int, int | None, int | None]:
+    """What prefill says it did not compute: (total, pulled from decode, its own cache), in tokens.
+
+    The split is reported by our connector only; stock workers report the total.
+    """
+    total = prefill_handle.get("remote_prefill_cached_tokens")
+    pulled = prefill_handle.get("kvloop_pulled_tokens")
+    local = prefill_handle.get("kvloop_local_tokens")
+    return (
+        total if type(total) is int else 0,
+        pulled if type(pulled) is int else None,
+        local if type(local) is int else None,
+    )
+
+
+_INTERNAL_ANSWER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+
+
+def client_answer(answer: dict[str, Any], *, client_asked_ids: bool) -> dict[str, Any]:
+    """A non-streamed answer without what is ours."""
+    clean = {key: value for key, value in answer.items() if key not in _INTERNAL_ANSWER_FIELDS}
+    if not client_asked_ids:
+        clean.pop("prompt_token_ids", None)
+        for choice in clean.get("choices") or ():
+            choice.pop("token_ids", None)
+    return clean
+
+
+def answer_output_ids(answer: Mapping[str, Any]) -> list[int] | None:
+    """Output token ids of a non-streamed answer: the plugin's (complete), else the answer's own."""
+    params = answer.get("kv_transfer_params")
+    if isinstance(params, dict):
+        ours = params.get("kvloop")
+        if isinstance(ours, dict) and isinstance(ours.get("token_ids"), list):
+            return list(ours["token_ids"])
+    choices = answer.get("choices")
+    if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict):
+        ids = choices[0].get("token_ids")
+        return ids if isinstance(ids, list) else None
+    return None
+
+
+def stored_handle(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Decode's handle as it is stored and later sent: whole, but for the plugin's own object.
+
+    Unknown fields and ``remote_blocks_expiry_time`` (decode's monotonic clock) stay untouched.
+    """
+    return {key: field for key, field in value.items() if key != "kvloop"}

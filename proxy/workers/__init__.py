@@ -1,0 +1,1 @@
+"""The prefill and decode workers behind the proxy."""

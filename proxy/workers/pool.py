@@ -1,0 +1,123 @@
+"""[pure] The workers as the proxy knows them, and which of them a turn is given.
+
+State changes come in as observations (a probe, an answer, a failure) with the time they were made;
+nothing here reads a clock or a socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from proxy.turn.planner import HolderState
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(slots=True)
+class Worker:
+    """One vLLM server. ``name`` is its host:port; ``epoch`` changes when its process restarts."""
+
+    url: str
+    role: Role
+    name: str
+    healthy: bool = False
+    epoch: str = ""
+    engine_id: str = ""
+    block_size: int | None = None
+    kv_blocks: int | None = None
+    outstanding: int = 0
+    """Turns sent and not yet finished, by this proxy."""
+    render: bool | None = None
+    """Does it serve /v1/chat/completions/render? None: not asked yet."""
+    last_error: str = ""
+    _failed_probes: int = field(default=0, repr=False)
+    _failed_pulls: int = field(default=0, repr=False)
+    _pulls_paused_until: float = field(default=0.0, repr=False)
+
+    def probe_succeeded(self) -> bool:
+        """True when this brought the worker (back) into service."""
+        came_back = not self.healthy
+        self._failed_probes = 0
+        self.healthy = True
+        self.last_error = ""
+        return came_back
+
+    def probe_failed(self, error: str, *, refused: bool, limit: int) -> bool:
+        """True when this took the worker out of service.
+
+        A refused connection is certain (nobody listens) and counts at once; anything else may be a
+        busy worker and counts only ``limit`` times in a row.
+        """
+        self._failed_probes += 1
+        self.last_error = error
+        if self.healthy and (refused or self._failed_probes >= limit):
+            self.healthy = False
+            return True
+        return False
+
+    def answered(self) -> None:
+        """An answer to a turn proves life better than any probe."""
+        self._failed_probes = 0
+
+    def handle_seen(self, engine_id: str) -> None:
+        """The engine id in a handle. A new one means a new process, known before any probe."""
+        if engine_id and engine_id != self.engine_id:
+            self.engine_id = engine_id
+
+    def pull_succeeded(self) -> None:
+        self._failed_pulls = 0
+
+    def pull_failed(self, now: float, *, limit: int, pause: float) -> None:
+        self._failed_pulls += 1
+        if self._failed_pulls >= limit:
+            # One trial after the pause decides anew.
+            self._pulls_paused_until = now + pause
+            self._failed_pulls = limit - 1
+
+    def pulls_allowed(self, now: float) -> bool:
+        return now >= self._pulls_paused_until
+
+
+class Pool:
+    """Prefill and decode workers, and the choice among them: the least busy healthy one."""
+
+    def __init__(self, workers: Iterable[Worker]) -> None:
+        self.workers = list(workers)
+        self._by_name = {worker.name: worker for worker in self.workers}
+        self._turn = 0
+
+    def choose(self, role: Role, *, avoid: Iterable[str] = ()) -> Worker | None:
+        """The healthy worker with the fewest outstanding turns; those in ``avoid`` only if alone.
+
+        Equals take turns, so that a quiet pool is used evenly.
+        """
+        healthy = [each for each in self.workers if each.role is role and each.healthy]
+        avoided = set(avoid)
+        candidates = [each for each in healthy if each.name not in avoided] or healthy
+        if not candidates:
+            return None
+        self._turn += 1
+        offset = self._turn % len(candidates)
+        rotated = candidates[offset:] + candidates[:offset]
+        return min(rotated, key=lambda each: each.outstanding)
+
+    def holder(self, name: str, engine_id: str) -> HolderState:
+        """The state of the worker that a holding names, seen from the planner.
+
+        A worker that is only unhealthy at the moment may still answer a NIXL read, but probably
+        will not: it counts as absent.
+        """
+        worker = self._by_name.get(name)
+        if worker is None or not worker.healthy:
+            return HolderState(present=False)
+        if worker.engine_id and engine_id and worker.engine_id != engine_id:
+            return HolderState(present=False)
+        return HolderState(True, worker.epoch, worker.block_size)
+
+    def has(self, role: Role) -> bool:
+        return any(each.role is role and each.healthy for each in self.workers)
