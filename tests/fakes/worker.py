@@ -1,0 +1,483 @@
+"""A scripted vLLM worker: a real HTTP server that speaks the wire format of vLLM 0.32.0.
+
+It holds no model. Its tokeniser maps UTF-8 bytes to ids, its decode answers with scripted text, and
+its "KV blocks" are the token ids themselves: a prefill fake that pulls compares what it reads with
+its own prompt, so a wrong, second or late read is recorded as a fault. ``tests/contract`` holds its
+answers against recorded ones of the real worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+from aiohttp import web
+
+ROLE_IDS = {"system": 300, "user": 301, "assistant": 302, "tool": 303}
+END = 310
+MODEL = "fake-model"
+
+
+def tokenise(body: dict[str, Any]) -> list[int]:
+    """The fake's chat template: role id, bytes, end id; then the generation prompt."""
+    ids: list[int] = []
+    if body.get("tools"):
+        ids += [299, *json.dumps(body["tools"]).encode(), END]
+    for message in body["messages"]:
+        content = message.get("content") or ""
+        if isinstance(content, list):
+            content = "".join(part.get("text", "") for part in content)
+        ids += [ROLE_IDS.get(message["role"], 304), *content.encode(), END]
+    if body.get("add_generation_prompt", True):
+        ids.append(ROLE_IDS["assistant"])
+    return ids
+
+
+@dataclass
+class Pin:
+    """Blocks kept for one handle: the tokens they really hold."""
+
+    tokens: list[int]
+    blocks: list[int]
+    expires: float
+
+
+@dataclass
+class Knobs:
+    """How the fake misbehaves. Counters count down; zero means well-behaved."""
+
+    answer: str = "Fine."
+    finish_reason: str = "stop"
+    chunk_delay: float = 0.0
+    prefill_delay: float = 0.0
+    plugin: bool = True
+    """Emit the kvloop comment event before [DONE]."""
+    connector: bool = True
+    """Report kvloop_pulled_tokens and honour kvloop_lease_seconds."""
+    render: bool = True
+    pins: bool = True
+    """False: finish as after a stop string: no handle."""
+    pin_refused: bool = False
+    fail_next: dict[str, int] = field(default_factory=dict)
+    """Path -> how many requests get a 500."""
+    warm_fails: int = 0
+    """Prefill requests with a handle that get a 500."""
+    hang_warm: bool = False
+    stream_error_first: int = 0
+    """Streams that report an error after the role chunk."""
+    die_after_chunks: int | None = None
+    health_status: int = 200
+    hidden_output_ids: int = 0
+    """Ids left out of token_ids, as hidden reasoning is."""
+    extra_computed: int = 0
+    """Added to remote_num_tokens, as asynchronous scheduling may."""
+    groups: int = 1
+
+
+class Cluster:
+    """The fake workers of one test: who holds which blocks, and what went wrong."""
+
+    def __init__(self) -> None:
+        self.pins: dict[tuple[str, str], Pin] = {}
+        self.faults: list[str] = []
+        self.releases = 0
+        self.pulls = 0
+        self.engines: set[str] = set()
+
+
+class FakeWorker:
+    """One fake. ``await start()``, then ``url``; ``requests`` holds what it was sent."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        role: str,
+        *,
+        block_size: int = 16,
+        engine_id: str | None = None,
+        lease: float = 480.0,
+        prefix_cache: bool = False,
+    ) -> None:
+        self.cluster = cluster
+        self.role = role
+        self.block_size = block_size
+        self.engine_id = engine_id or f"engine-{role}-{id(self):x}"
+        self.lease = lease
+        self.knobs = Knobs()
+        self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.started_at = time.time()
+        self.open_requests = 0
+        self.aborted = 0
+        self._numbers = itertools.count(1)
+        self._blocks = itertools.count(1)
+        self._cache: set[tuple[int, ...]] | None = set() if prefix_cache else None
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def name(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> FakeWorker:
+        app = web.Application(client_max_size=2**30)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/v1/chat/completions/render", self._render)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._completions)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+        self.cluster.engines.add(self.engine_id)
+        return self
+
+    async def stop(self) -> None:
+        """The process ends: its engine and its blocks are gone."""
+        self.cluster.engines.discard(self.engine_id)
+        for key in [key for key in self.cluster.pins if key[0] == self.engine_id]:
+            del self.cluster.pins[key]
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def restart(self) -> None:
+        """A new process on the same address: new engine, nothing pinned."""
+        await self.stop()
+        self.engine_id += "'"
+        self.started_at += 1000
+        await self.start()
+
+    def bodies(self, path: str) -> list[dict[str, Any]]:
+        return [body for where, body in self.requests if where == path]
+
+    def pinned(self) -> int:
+        """How many handles this worker keeps blocks for."""
+        now = time.monotonic()
+        return sum(
+            key[0] == self.engine_id and pin.expires > now for key, pin in self.cluster.pins.items()
+        )
+
+    # Routes that any worker has.
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=self.knobs.health_status)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(
+            text=f"process_start_time_seconds {self.started_at:.2f}\n"
+            f'vllm:cache_config_info{{block_size="{self.block_size}",engine="0",'
+            'num_gpu_blocks="1024"} 1.0\n'
+        )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "object": "list",
+                "data": [{"id": MODEL, "object": "model", "max_model_len": 100000}],
+            }
+        )
+
+    async def _read(self, request: web.Request) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(await request.read())
+        self.requests.append((request.path, body))
+        if self.knobs.fail_next.get(request.path, 0) > 0:
+            self.knobs.fail_next[request.path] -= 1
+            raise web.HTTPInternalServerError(
+                text=_error("Internal server error", "InternalServerError", 500),
+                content_type="application/json",
+            )
+        return body
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        ids = tokenise(await self._read(request))
+        return web.json_response(
+            {"count": len(ids), "max_model_len": 100000, "tokens": ids, "token_strs": None}
+        )
+
+    async def _render(self, request: web.Request) -> web.Response:
+        body = await self._read(request)
+        if not self.knobs.render:
+            return web.Response(
+                status=403,
+                text=_error("Scale-out endpoints are disabled.", "PermissionDeniedError", 403),
+                content_type="application/json",
+            )
+        if body.get("temperature", 0) > 100:
+            return _bad_request("temperature is too high", "temperature")
+        return web.json_response(
+            {"request_id": "chatcmpl-x", "token_ids": tokenise(body), "features": None}
+        )
+
+    # Prefill.
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        body = await self._read(request)
+        return await self._prefilled(body, list(body["prompt"]), chat=False)
+
+    async def _prefilled(
+        self, body: dict[str, Any], prompt: list[int], *, chat: bool
+    ) -> web.Response:
+        params = body.get("kv_transfer_params") or {}
+        pulled = local = 0
+        if self._cache is not None:
+            whole = len(prompt) // self.block_size
+            while whole and tuple(prompt[: whole * self.block_size]) not in self._cache:
+                whole -= 1
+            local = whole * self.block_size
+        if params.get("remote_block_ids"):
+            if self.knobs.hang_warm:
+                await asyncio.Event().wait()
+            if self.knobs.warm_fails > 0:
+                self.knobs.warm_fails -= 1
+                return web.Response(
+                    status=500,
+                    text=_error("Internal server error", "InternalServerError", 500),
+                    content_type="application/json",
+                )
+            try:
+                pulled = self._pull(params, prompt, local)
+            except LookupError:
+                return web.Response(
+                    status=500,
+                    text=_error("Internal server error", "InternalServerError", 500),
+                    content_type="application/json",
+                )
+        if self.knobs.prefill_delay:
+            await asyncio.sleep(self.knobs.prefill_delay)
+        if self._cache is not None:
+            for whole in range(1, len(prompt) // self.block_size + 1):
+                self._cache.add(tuple(prompt[: whole * self.block_size]))
+        handle = None
+        if params.get("do_remote_decode"):
+            handle = self._handle(prompt, is_prefill=True)
+            handle["remote_prefill_cached_tokens"] = pulled + local
+            if self.knobs.connector:
+                handle["kvloop_pulled_tokens"] = pulled
+                handle["kvloop_local_tokens"] = local
+        return web.json_response(
+            {
+                "id": "cmpl-x",
+                "object": "chat.completion" if chat else "text_completion",
+                "created": 1,
+                "model": body["model"],
+                "choices": [{"index": 0, "text": "x", "finish_reason": "length"}],
+                "usage": {"prompt_tokens": len(prompt), "completion_tokens": 1},
+                "kv_transfer_params": handle,
+            }
+        )
+
+    def _pull(self, params: dict[str, Any], prompt: list[int], local: int) -> int:
+        """What vLLM's P does with D's handle, with every silent fault recorded."""
+        key = (params["remote_engine_id"], params["remote_request_id"])
+        pin = self.cluster.pins.get(key)
+        count = min(params["remote_num_tokens"], len(prompt)) - local
+        if key[0] not in self.cluster.engines:
+            raise LookupError  # handshake fails: the engine is gone
+        if params["remote_num_tokens"] == 0 or count < 64:
+            if pin is not None:
+                del self.cluster.pins[key]
+                self.cluster.releases += 1
+            return 0
+        if pin is None:
+            self.cluster.faults.append("read of freed blocks")
+            return count
+        del self.cluster.pins[key]
+        if pin.expires < time.monotonic():
+            self.cluster.faults.append("read after expiry")
+        wanted = min(params["remote_num_tokens"], len(prompt))
+        ids = params["remote_block_ids"][0]
+        if len(ids) != ceil(wanted / self.block_size):
+            self.cluster.faults.append("block list and count do not agree")
+        elif ids != pin.blocks[: len(ids)]:
+            self.cluster.faults.append("blocks of another request")
+        elif pin.tokens[:wanted] != prompt[:wanted]:
+            self.cluster.faults.append("tokens differ from the prompt")
+        self.cluster.pulls += 1
+        return count
+
+    def _handle(self, tokens: list[int], *, is_prefill: bool) -> dict[str, Any]:
+        request_id = f"req-{self.role}-{next(self._numbers)}"
+        blocks = [next(self._blocks) for _ in range(ceil(len(tokens) / self.block_size))]
+        if not is_prefill:
+            self.cluster.pins[(self.engine_id, request_id)] = Pin(
+                tokens, blocks, time.monotonic() + self.lease
+            )
+        return {
+            "do_remote_prefill": is_prefill,
+            "do_remote_decode": not is_prefill,
+            "remote_block_ids": [blocks] * self.knobs.groups,
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": request_id,
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
+            "tp_size": 1,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": len(tokens) + (0 if is_prefill else self.knobs.extra_computed),
+            "remote_blocks_expiry_time": None if is_prefill else time.perf_counter() + self.lease,
+            "transfer_mode": "pull",
+        }
+
+    # Decode.
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request)
+        params = body.get("kv_transfer_params")
+        if body.get("temperature", 1) < 0:
+            return _bad_request("temperature must be non-negative", "temperature")
+        if params and not params.get("do_remote_prefill") and not params.get("do_remote_decode"):
+            self.cluster.faults.append("both flags false: blocks pinned for ever")
+        if self.role == "prefill":
+            return await self._prefilled(body, tokenise(body), chat=True)
+        prompt = (params or {}).get("prompt_token_ids") or tokenise(body)
+        self.open_requests += 1
+        try:
+            if body.get("stream"):
+                return await self._stream(request, body, params, prompt)
+            if self.knobs.chunk_delay:
+                await asyncio.sleep(self.knobs.chunk_delay)
+            return self._whole(body, params, prompt)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.open_requests -= 1
+
+    def _output(self) -> list[int]:
+        ids = list(self.knobs.answer.encode())
+        return [*ids, END] if self.knobs.finish_reason == "stop" else ids
+
+    def _kept(
+        self, params: dict[str, Any] | None, prompt: list[int], output: list[int]
+    ) -> dict[str, Any] | None:
+        if not params or not self.knobs.pins:
+            return None
+        if self.knobs.connector and params.get("kvloop_lease_seconds") == 0:
+            return None
+        if self.knobs.pin_refused:
+            return {"kvloop_pin_refused": True}
+        return self._handle([*prompt, *output][:-1], is_prefill=False)
+
+    def _whole(
+        self, body: dict[str, Any], params: dict[str, Any] | None, prompt: list[int]
+    ) -> web.Response:
+        output = self._output()
+        shown = output[self.knobs.hidden_output_ids :]
+        handle = self._kept(params, prompt, output)
+        ids = body.get("return_token_ids")
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": self.knobs.answer, "tool_calls": []},
+            "logprobs": None,
+            "finish_reason": self.knobs.finish_reason,
+            "stop_reason": None,
+        }
+        if ids:
+            choice["token_ids"] = shown
+        return web.json_response(
+            {
+                "id": "chatcmpl-x",
+                "object": "chat.completion",
+                "created": 1,
+                "model": body["model"],
+                "choices": [choice],
+                "usage": _usage(prompt, output),
+                "prompt_logprobs": None,
+                "prompt_token_ids": prompt if ids else None,
+                "kv_transfer_params": handle,
+            }
+        )
+
+    async def _stream(
+        self,
+        request: web.Request,
+        body: dict[str, Any],
+        params: dict[str, Any] | None,
+        prompt: list[int],
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8"}
+        )
+        await response.prepare(request)
+
+        async def send(chunk: dict[str, Any]) -> None:
+            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+
+        def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+            return {
+                "id": "chatcmpl-x",
+                "object": "chat.completion.chunk",
+                "created": 1,
+                "model": body["model"],
+                "choices": [
+                    {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+                ],
+            }
+
+        await send(chunk({"role": "assistant", "content": ""}))
+        if self.knobs.stream_error_first > 0:
+            self.knobs.stream_error_first -= 1
+            await response.write(
+                b"data: " + _error("Internal server error", "InternalServerError", 500).encode()
+                + b"\n\ndata: [DONE]\n\n"
+            )
+            return response
+        for number, letter in enumerate(self.knobs.answer):
+            if self.knobs.die_after_chunks == number:
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            if self.knobs.chunk_delay:
+                await asyncio.sleep(self.knobs.chunk_delay)
+            await send(chunk({"content": letter}))
+        await send(chunk({"content": ""}, self.knobs.finish_reason))
+        output = self._output()
+        if (body.get("stream_options") or {}).get("include_usage"):
+            await send({**chunk({}), "choices": [], "usage": _usage(prompt, output)})
+        handle = self._kept(params, prompt, output)
+        if self.knobs.plugin and params and params.get("kvloop"):
+            event = {
+                "v": 1,
+                "kv_transfer_params": handle,
+                "token_ids": output[self.knobs.hidden_output_ids :],
+                "prompt_tokens": len(prompt),
+                "finish_reason": self.knobs.finish_reason,
+            }
+            await response.write(b": kvloop " + json.dumps(event).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def _usage(prompt: list[int], output: list[int]) -> dict[str, Any]:
+    return {
+        "prompt_tokens": len(prompt),
+        "total_tokens": len(prompt) + len(output),
+        "completion_tokens": len(output),
+    }
+
+
+def _error(message: str, kind: str, code: int) -> str:
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+def _bad_request(message: str, param: str) -> web.Response:
+    return web.Response(
+        status=400,
+        text=json.dumps(
+            {"error": {"message": message, "type": "BadRequestError", "param": param, "code": 400}}
+        ),
+        content_type="application/json",
+    )

@@ -1,0 +1,175 @@
+"""A running proxy between fake workers, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+import redis.asyncio
+import uvicorn
+
+from proxy.app import App
+from proxy.settings import Settings
+from tests.fakes.worker import MODEL, Cluster, FakeWorker
+
+
+@dataclass
+class Answer:
+    """A proxy's answer: status, headers, body; ``text`` is the assistant's words."""
+
+    status: int
+    headers: Any
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return orjson.loads(self.body)
+
+    @property
+    def chunks(self) -> list[Any]:
+        events = self.body.decode().split("\n\n")
+        return [orjson.loads(e[6:]) for e in events if e.startswith("data: {")]
+
+    @property
+    def text(self) -> str:
+        if self.headers["content-type"].startswith("text/event-stream"):
+            return "".join(
+                choice["delta"].get("content") or ""
+                for chunk in self.chunks
+                for choice in chunk.get("choices", ())
+            )
+        return str(self.json["choices"][0]["message"]["content"])
+
+    @property
+    def reason(self) -> str:
+        return str(self.headers["X-KVLoop-Reason"])
+
+    @property
+    def route(self) -> str:
+        return str(self.headers["X-KVLoop-Route"])
+
+    @property
+    def reused(self) -> int:
+        return int(self.headers["X-KVLoop-Reused-Tokens"])
+
+
+class Serving:
+    """The proxy, its fakes and a client."""
+
+    def __init__(
+        self, app: App, port: int, cluster: Cluster, p: list[FakeWorker], d: list[FakeWorker]
+    ) -> None:
+        self.app = app
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.cluster = cluster
+        self.prefills = p
+        self.decodes = d
+        self.prefill = p[0] if p else None
+        self.decode = d[0]
+        self.session = aiohttp.ClientSession()
+
+    async def chat(
+        self,
+        messages: Any,
+        *,
+        headers: dict[str, str] | None = None,
+        **fields: Any,
+    ) -> Answer:
+        return await self.post({"model": MODEL, "messages": messages, **fields}, headers=headers)
+
+    async def post(
+        self, body: Any, *, headers: dict[str, str] | None = None, raw: bytes | None = None
+    ) -> Answer:
+        data = orjson.dumps(body) if raw is None else raw
+        async with self.session.post(
+            self.url + "/v1/chat/completions", data=data, headers=headers
+        ) as response:
+            return Answer(response.status, response.headers, await response.read())
+
+    async def get(self, path: str) -> Answer:
+        async with self.session.get(self.url + path) as response:
+            return Answer(response.status, response.headers, await response.read())
+
+    async def metric(self, line_start: str) -> float:
+        """The sum of the samples whose line starts so."""
+        page = (await self.get("/metrics")).body.decode()
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in page.splitlines()
+            if line.startswith(line_start)
+        )
+
+
+Serve = Callable[..., Awaitable[Serving]]
+
+
+@pytest.fixture
+async def serve(valkey_url: str) -> AsyncIterator[Serve]:
+    """Start a proxy with fakes: ``await serve(prefills=1, decodes=1, **settings)``."""
+    stop: list[Callable[[], Awaitable[None]]] = []
+    redis_client = redis.asyncio.Redis.from_url(valkey_url)
+    await redis_client.flushall()
+    await redis_client.aclose()
+
+    async def start(
+        prefills: int = 1,
+        decodes: int = 1,
+        *,
+        cluster: Cluster | None = None,
+        workers: tuple[list[FakeWorker], list[FakeWorker]] | None = None,
+        fake: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> Serving:
+        cluster = cluster or Cluster()
+        if workers is None:
+            p = [await FakeWorker(cluster, "prefill", **fake or {}).start() for _ in range(prefills)]
+            d = [await FakeWorker(cluster, "decode", **fake or {}).start() for _ in range(decodes)]
+            stop.extend(each.stop for each in (*p, *d))
+        else:
+            p, d = workers
+        values: dict[str, Any] = {
+            "prefill_urls": tuple(each.url for each in p),
+            "decode_urls": tuple(each.url for each in d),
+            "redis_url": valkey_url,
+            "health_interval_seconds": 0.05,
+            **settings,
+        }
+        app = App(Settings(**values))
+        server = uvicorn.Server(
+            uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="on")
+        )
+        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        task = asyncio.create_task(server.serve())
+        while not server.started:
+            if task.done():
+                task.result()
+                raise RuntimeError("the proxy did not start")
+            await asyncio.sleep(0.005)
+        while not all(worker.healthy for worker in app.pool.workers):
+            await asyncio.sleep(0.005)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        serving = Serving(app, port, cluster, p, d)
+
+        async def shut() -> None:
+            await serving.session.close()
+            server.should_exit = True
+            await task
+
+        stop.insert(0, shut)
+        return serving
+
+    yield start
+    for each in stop:
+        await each()
+
+
+@pytest.fixture
+async def serving(serve: Serve) -> Serving:
+    """One prefill, one decode, defaults."""
+    return await serve()
