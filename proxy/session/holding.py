@@ -133,19 +133,28 @@ def usable_handle(value: object) -> dict[str, Any] | None:
 
 
 def held_tokens(
-    prompt: PromptTokens, output_ids: list[int] | None, remote_num_tokens: int
+    prompt: PromptTokens,
+    output_ids: list[int] | None,
+    remote_num_tokens: int,
+    *,
+    ids_complete: bool,
 ) -> Fingerprint | None:
     """Which tokens a handle's blocks are known to hold. None when the ids cannot account for them.
 
-    Decode has computed every token but the last it sampled; with asynchronous scheduling its count
-    may include that one too, so only ``prompt + output - 1`` tokens are ever relied upon. When the
-    ids do not add up (reasoning hidden from the answer, ids missing) only the prompt is certain.
+    Decode has computed every token but the last it sampled. With asynchronous or speculative
+    scheduling its count may be higher, so only ``prompt + output - 1`` tokens are ever relied upon.
+
+    ``ids_complete``: the ids come from our plugin, which sees every token. The worker's own
+    ``token_ids`` leave out hidden reasoning, and one missing id looks like one token computed
+    ahead: they count only when the sum is exact, else the prompt alone is certain.
     """
     computed = len(prompt) + len(output_ids or ()) - 1
-    if output_ids and computed <= remote_num_tokens <= computed + 1:
-        return prompt.extended(output_ids[:-1])
+    if output_ids and (ids_complete or computed == remote_num_tokens):
+        known = min(computed, remote_num_tokens) - len(prompt)
+        if known >= 0:
+            return prompt.extended(output_ids[:known])
     if remote_num_tokens >= len(prompt):
         return prompt.fingerprint
-    if remote_num_tokens == len(prompt) - 1 and not output_ids:
+    if remote_num_tokens == len(prompt) - 1:
         return prompt.shortened(remote_num_tokens)
     return None

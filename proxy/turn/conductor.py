@@ -449,12 +449,14 @@ class Conductor:
         except (WorkerFailed, WorkerUnreachable) as error:
             raise _Repeatable(error) from error
         worker.answered()
+        output_ids, complete = wire.answer_output_ids(turn.body, answer)
         await self._keep(
             turn,
             worker,
             prompt,
             params=answer.get("kv_transfer_params"),
-            output_ids=wire.answer_output_ids(answer),
+            output_ids=output_ids,
+            ids_complete=complete,
             missing=Reason.DECODE_KEPT_NOTHING,
         )
         clean = wire.client_answer(answer, client_asked_ids=bool(turn.body.get("return_token_ids")))
@@ -511,6 +513,7 @@ class Conductor:
                                 prompt,
                                 params=event.get("kv_transfer_params") if event else None,
                                 output_ids=event.get("token_ids") if event else None,
+                                ids_complete=event is not None,
                                 missing=Reason.DECODE_KEPT_NOTHING
                                 if event
                                 else Reason.STREAM_WITHOUT_HANDLE,
@@ -564,6 +567,7 @@ class Conductor:
         *,
         params: Any,
         output_ids: Any,
+        ids_complete: bool,
         missing: Reason,
     ) -> None:
         """Store decode's handle, or note why there is none, or release what cannot be stored."""
@@ -582,7 +586,9 @@ class Conductor:
             absent = Reason.PIN_REFUSED if refused else missing
         else:
             handle = wire.stored_handle(handle)
-            fingerprint = held_tokens(prompt, ids, handle["remote_num_tokens"])
+            fingerprint = held_tokens(
+                prompt, ids, handle["remote_num_tokens"], ids_complete=ids_complete
+            )
             if fingerprint is None:
                 absent = Reason.TOKENS_UNKNOWN
         if absent is not None:

@@ -170,18 +170,29 @@ def client_answer(answer: dict[str, Any], *, client_asked_ids: bool) -> dict[str
     return clean
 
 
-def answer_output_ids(answer: Mapping[str, Any]) -> list[int] | None:
-    """Output token ids of a non-streamed answer: the plugin's (complete), else the answer's own."""
+def answer_output_ids(
+    body: Mapping[str, Any], answer: Mapping[str, Any]
+) -> tuple[list[int] | None, bool]:
+    """Output token ids of a non-streamed answer, and whether they are certainly all of them.
+
+    The plugin's ids are complete; the answer's own leave out reasoning that the client asked to
+    hide, so then they are not used at all.
+    """
     params = answer.get("kv_transfer_params")
     if isinstance(params, dict):
         ours = params.get("kvloop")
         if isinstance(ours, dict) and isinstance(ours.get("token_ids"), list):
-            return list(ours["token_ids"])
+            return list(ours["token_ids"]), True
     choices = answer.get("choices")
-    if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict):
-        ids = choices[0].get("token_ids")
-        return ids if isinstance(ids, list) else None
-    return None
+    if (
+        body.get("include_reasoning") is not False
+        and isinstance(choices, list)
+        and len(choices) == 1
+        and isinstance(choices[0], dict)
+        and isinstance(choices[0].get("token_ids"), list)
+    ):
+        return choices[0]["token_ids"], False
+    return None, False
 
 
 def stored_handle(value: Mapping[str, Any]) -> dict[str, Any]:

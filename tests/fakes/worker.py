@@ -136,7 +136,9 @@ class FakeWorker:
         app.router.add_post("/v1/chat/completions/render", self._render)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
@@ -408,9 +410,7 @@ class FakeWorker:
         params: dict[str, Any] | None,
         prompt: list[int],
     ) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream; charset=utf-8"}
-        )
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
 
         async def send(chunk: dict[str, Any]) -> None:
@@ -431,7 +431,8 @@ class FakeWorker:
         if self.knobs.stream_error_first > 0:
             self.knobs.stream_error_first -= 1
             await response.write(
-                b"data: " + _error("Internal server error", "InternalServerError", 500).encode()
+                b"data: "
+                + _error("Internal server error", "InternalServerError", 500).encode()
                 + b"\n\ndata: [DONE]\n\n"
             )
             return response
@@ -452,7 +453,7 @@ class FakeWorker:
             event = {
                 "v": 1,
                 "kv_transfer_params": handle,
-                "token_ids": output[self.knobs.hidden_output_ids :],
+                "token_ids": output,
                 "prompt_tokens": len(prompt),
                 "finish_reason": self.knobs.finish_reason,
             }

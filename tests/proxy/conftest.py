@@ -128,8 +128,9 @@ async def serve(valkey_url: str) -> AsyncIterator[Serve]:
     ) -> Serving:
         cluster = cluster or Cluster()
         if workers is None:
-            p = [await FakeWorker(cluster, "prefill", **fake or {}).start() for _ in range(prefills)]
-            d = [await FakeWorker(cluster, "decode", **fake or {}).start() for _ in range(decodes)]
+            kind = fake or {}
+            p = [await FakeWorker(cluster, "prefill", **kind).start() for _ in range(prefills)]
+            d = [await FakeWorker(cluster, "decode", **kind).start() for _ in range(decodes)]
             stop.extend(each.stop for each in (*p, *d))
         else:
             p, d = workers
@@ -138,6 +139,9 @@ async def serve(valkey_url: str) -> AsyncIterator[Serve]:
             "decode_urls": tuple(each.url for each in d),
             "redis_url": valkey_url,
             "health_interval_seconds": 0.05,
+            # A busy test machine must not look like a dead Redis or worker.
+            "table_timeout_seconds": 10,
+            "health_timeout_seconds": 30,
             **settings,
         }
         app = App(Settings(**values))

@@ -90,7 +90,7 @@ async def test_regenerated_turn_is_cut_to_the_shorter_prompt(serving: Serving) -
 async def test_another_conversation_with_the_same_opening_leaves_the_handle_alone(
     serving: Serving,
 ) -> None:
-    """Without an id, a shared system prompt is no reason to consume a long conversation's handle."""
+    """Without an id, a shared system prompt is no reason to consume a longer handle."""
     system = {"role": "system", "content": "You are helpful. " * 6}
     await serving.chat([system, user(LONG * 2)])
     other = await serving.chat([system, user("Something else entirely")])
@@ -130,7 +130,7 @@ async def test_expired_session_is_not_used(serve: Serve) -> None:
 
 @pytest.mark.parametrize("where", ["body", "number", "X-Conversation-ID", "X-Session-ID", "key"])
 async def test_every_source_of_a_session_is_understood(serving: Serving, where: str) -> None:
-    """conversation_id as text or number, both headers, and prompt_cache_key all find the session."""
+    """conversation_id as text or number, both headers and prompt_cache_key find it."""
     fields: dict[str, object] = {}
     headers: dict[str, str] = {}
     match where:
@@ -187,13 +187,18 @@ async def test_a_turn_that_kept_nothing_is_named_in_the_next(
     assert (answer.route, answer.reason) == ("cold-prefill", reason)
 
 
-async def test_hidden_reasoning_ids_limit_reuse_to_the_prompt(serving: Serving) -> None:
-    """When output ids are missing, only the prompt's KV is trusted."""
-    serving.decode.knobs.hidden_output_ids = 2
-    first = await serving.chat([user(LONG)], conversation_id="c", stream=True)
+@pytest.mark.parametrize("hidden", [1, 2])
+@pytest.mark.parametrize("said", [True, False])
+async def test_hidden_reasoning_ids_limit_reuse_to_the_prompt(
+    serving: Serving, hidden: int, said: bool
+) -> None:
+    """When a stock worker's output ids are incomplete, only the prompt's KV is trusted."""
+    serving.decode.knobs.hidden_output_ids = hidden
+    extra = {"include_reasoning": False} if said else {}
+    first = await serving.chat([user(LONG)], conversation_id="c", **extra)
     prompt = int(first.headers["X-KVLoop-Prompt-Tokens"])
     messages = [user(LONG), assistant("Fine."), user("?")]
-    second = await serving.chat(messages, conversation_id="c", stream=True)
+    second = await serving.chat(messages, conversation_id="c", **extra)
     assert second.reused == prompt
     assert serving.cluster.faults == []
 
@@ -203,7 +208,7 @@ async def test_async_scheduling_count_is_not_trusted_beyond_the_known_ids(
 ) -> None:
     """A handle that claims one token more than prompt + output - 1 is cut to what is known."""
     serving.decode.knobs.extra_computed = 1
-    first = await serving.chat([user(LONG)], conversation_id="c")
+    first = await serving.chat([user(LONG)], conversation_id="c", stream=True)
     known = int(first.headers["X-KVLoop-Prompt-Tokens"]) + len("Fine.")
     second = await serving.chat([user(LONG), assistant("Fine."), user("?")], conversation_id="c")
     assert second.reused == known
