@@ -1,0 +1,229 @@
+"""What is read from a request and what is written to workers, from values alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from proxy.session.holding import Holding
+from proxy.session.identity import MAX_ID_LENGTH, IdentityError, identify
+from proxy.turn.tokenise import render_is_off, render_request, token_ids, tokenize_request
+from proxy.turn.wire import (
+    answer_output_ids,
+    client_answer,
+    client_fields,
+    decode_body,
+    prefill_body,
+    prefill_chat_body,
+    release_body,
+    reported_reuse,
+    usable_prefill_handle,
+)
+
+BODY: dict[str, Any] = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "hi"}],
+    "max_completion_tokens": 30,
+    "max_tokens": 30,
+    "min_tokens": 5,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "stop": ["x"],
+    "logprobs": True,
+    "top_logprobs": 2,
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "cache_salt": "s",
+    "conversation_id": "c",
+    "kv_transfer_params": {"remote_host": "evil"},
+    "unknown": 1,
+}
+
+
+def test_prefill_over_ids_gets_what_changes_the_kv_and_nothing_else() -> None:
+    """One token, not streamed, the ids, model, salt: templates and sampling stay away."""
+    leg = orjson.loads(prefill_body(BODY, b"[1,2,3]", {"do_remote_decode": True}))
+    assert leg == {
+        "model": "m",
+        "prompt": [1, 2, 3],
+        "max_tokens": 1,
+        "temperature": 0,
+        "cache_salt": "s",
+        "kv_transfer_params": {"do_remote_decode": True},
+    }
+
+
+def test_prefill_over_messages_loses_what_harms_a_one_token_call() -> None:
+    """Both limits 1; min_tokens, stream options, stops, logprobs, forced tools gone (C1-C14)."""
+    leg = orjson.loads(prefill_chat_body(BODY, {"do_remote_decode": True}))
+    assert leg["max_tokens"] == leg["max_completion_tokens"] == 1
+    assert leg["stream"] is False
+    for field in ("min_tokens", "stream_options", "stop", "logprobs", "top_logprobs"):
+        assert field not in leg
+    assert leg["tools"] == BODY["tools"]
+    assert leg["unknown"] == 1
+    assert "conversation_id" not in leg
+
+
+def test_decode_gets_the_clients_request_and_prefills_handle_whole() -> None:
+    """Everything the client asked, prefill's unknown fields included, the ids once."""
+    handle = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 7, "new": [1]}
+    leg = orjson.loads(decode_body(BODY, handle, ids_json=b"[1,2]", keep=True))
+    assert leg["max_completion_tokens"] == 30
+    assert leg["min_tokens"] == 5
+    assert leg["kv_transfer_params"] == {**handle, "kvloop": 1, "prompt_token_ids": [1, 2]}
+    assert "return_token_ids" not in leg
+    plain = orjson.loads(decode_body({**BODY, "stream": False}, handle, ids_json=None, keep=True))
+    assert plain["return_token_ids"] is True
+    dropped = orjson.loads(decode_body(BODY, handle, ids_json=None, keep=False))
+    assert dropped["kv_transfer_params"]["kvloop_lease_seconds"] == 0
+
+
+def test_decode_alone_gets_no_transfer_parameters() -> None:
+    """An object with neither flag would pin blocks for ever (facts 10): the field is left out."""
+    assert "kv_transfer_params" not in orjson.loads(
+        decode_body(BODY, None, ids_json=None, keep=False)
+    )
+
+
+def test_release_reads_nothing_and_names_the_holding() -> None:
+    """The release form: the handle with a count of zero (facts 7)."""
+    handle = {"remote_block_ids": [[1]], "remote_num_tokens": 9, "remote_request_id": "r"}
+    leg = orjson.loads(release_body("m", Holding("i", "d", "", None, handle)))  # type: ignore[arg-type]
+    assert leg["kv_transfer_params"] == {**handle, "remote_num_tokens": 0}
+    assert leg["max_tokens"] == 1
+
+
+@pytest.mark.parametrize("value", [None, {}, [], "x", {"do_remote_prefill": True}, {"a": 1}])
+def test_a_prefill_answer_without_a_handle_is_recognised(value: Any) -> None:
+    """Some versions answer null when prefill stops on EOS (C9)."""
+    assert usable_prefill_handle(value) is None
+
+
+def test_reuse_is_what_prefill_reports() -> None:
+    """Total from vLLM's own field; the split only from our connector."""
+    assert reported_reuse({"remote_prefill_cached_tokens": 9}) == (9, None, None)
+    split = {"remote_prefill_cached_tokens": 9, "kvloop_pulled_tokens": 6, "kvloop_local_tokens": 3}
+    assert reported_reuse(split) == (9, 6, 3)
+    assert reported_reuse({}) == (0, None, None)
+
+
+def test_output_ids_come_from_the_plugin_first_and_never_from_hidden_reasoning() -> None:
+    """Complete from the plugin; the answer's own otherwise; none when reasoning is hidden."""
+    choice = {"index": 0, "token_ids": [1]}
+    assert answer_output_ids({}, {"choices": [choice]}) == ([1], False)
+    assert answer_output_ids({"include_reasoning": False}, {"choices": [choice]}) == (None, False)
+    ours = {"kvloop": {"token_ids": [1, 2]}}
+    assert answer_output_ids({}, {"choices": [choice], "kv_transfer_params": ours}) == (
+        [1, 2],
+        True,
+    )
+    assert answer_output_ids({}, {"choices": [choice, choice]}) == (None, False)
+
+
+def test_clients_get_back_only_what_is_theirs() -> None:
+    """Transfer parameters go; token ids stay only for a client that asked."""
+    answer = {
+        "prompt_token_ids": [1],
+        "kv_transfer_params": {},
+        "choices": [{"index": 0, "token_ids": [1]}],
+    }
+    asked = client_answer(orjson.loads(orjson.dumps(answer)), client_asked_ids=True)
+    assert asked == {"prompt_token_ids": [1], "choices": [{"index": 0, "token_ids": [1]}]}
+    assert client_answer(answer, client_asked_ids=False) == {"choices": [{"index": 0}]}
+
+
+def test_render_gets_the_request_unstreamed() -> None:
+    """stream_options without stream would be refused."""
+    leg = render_request(BODY)
+    assert "stream" not in leg
+    assert "stream_options" not in leg
+    assert leg["tools"] == BODY["tools"]
+
+
+def test_tokenize_is_told_template_arguments_as_the_chat_route_sees_them() -> None:
+    """reasoning_effort, documents and the old reasoning field reach the template."""
+    leg = tokenize_request(
+        {
+            "model": "m",
+            "messages": [{"role": "assistant", "content": "a", "reasoning_content": "r"}],
+            "chat_template_kwargs": {"k": 1},
+            "reasoning_effort": "low",
+            "documents": [{"a": "b"}],
+            "temperature": 1,
+        }
+    )
+    assert leg == {
+        "model": "m",
+        "messages": [{"role": "assistant", "content": "a", "reasoning": "r"}],
+        "chat_template_kwargs": {
+            "k": 1,
+            "enable_thinking": True,
+            "reasoning_effort": "low",
+            "documents": [{"a": "b"}],
+        },
+    }
+
+
+def test_tokenize_is_not_used_for_what_it_cannot_express() -> None:
+    """Better no reuse than ids of another prompt."""
+    assert tokenize_request({**BODY, "tool_choice": "none"}) is None
+    assert tokenize_request({**BODY, "tool_choice": "auto", "truncate_prompt_tokens": 5}) is None
+    assert tokenize_request({**BODY, "tool_choice": "auto"}) is not None
+
+
+def test_missing_render_is_told_from_a_refused_request() -> None:
+    """403 and a bare 404 mean no such route; an error object means a bad request."""
+    assert render_is_off(403, {"error": {}})
+    assert render_is_off(404, {"detail": "Not Found"})
+    assert not render_is_off(404, {"error": {}})
+    assert not render_is_off(400, {"error": {}})
+
+
+def test_ids_with_media_features_are_not_used() -> None:
+    """Placeholders prove nothing."""
+    assert token_ids({"token_ids": [1]}) == [1]
+    assert token_ids({"tokens": [1]}) == [1]
+    assert token_ids({"token_ids": [1], "features": {"mm": 1}}) is None
+    assert token_ids({}) is None
+
+
+def test_identity_precedence_and_separation() -> None:
+    """Body id, then headers; cache key only narrows; scope separates model and salt."""
+    headers = {b"x-conversation-id": b"h", b"x-session-id": b"s"}
+    body = {"model": "m", "conversation_id": "b", "prompt_cache_key": "k"}
+    by_body = identify(body, headers)
+    assert by_body.conversation == identify({"model": "m", "conversation_id": "b"}, {}).conversation
+    by_header = identify({"model": "m"}, headers)
+    assert (
+        by_header.conversation == identify({"model": "m", "conversation_id": "h"}, {}).conversation
+    )
+    by_key = identify({"model": "m", "prompt_cache_key": "k"}, {})
+    assert by_key.conversation == b""
+    assert by_key.namespace != identify({"model": "m"}, {}).namespace
+    scopes = {
+        identify({"model": m, "cache_salt": s}, {}, tenant=t).scope
+        for m in ("a", "b")
+        for s in (None, "x")
+        for t in ("", "t")
+    }
+    assert len(scopes) == 8
+
+
+def test_unreasonable_ids_are_refused() -> None:
+    """Wrong type or length, with the place named."""
+    for body, field in (
+        ({"model": "m", "conversation_id": ["x"]}, "conversation_id"),
+        ({"model": "m", "prompt_cache_key": "x" * (MAX_ID_LENGTH + 1)}, "prompt_cache_key"),
+    ):
+        with pytest.raises(IdentityError) as caught:
+            identify(body, {})
+        assert caught.value.field == field
+
+
+def test_client_fields_drop_only_what_clients_may_not_set() -> None:
+    """Transfer parameters also hide in vllm_xargs; other arguments there stay."""
+    clean = client_fields({"a": 1, "vllm_xargs": {"kv_transfer_params": 1, "b": 2}})
+    assert clean == {"a": 1, "vllm_xargs": {"b": 2}}

@@ -1,0 +1,125 @@
+"""The session table on a real Valkey server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from proxy.errors import TableUnavailable
+from proxy.session.fingerprint import PromptTokens
+from proxy.session.holding import Holding
+from proxy.session.identity import Identity, identify
+from proxy.session.private_store import PrivateStore
+from proxy.session.table import SessionTable, new_holding_id
+
+
+def who(conversation: str | None = None, model: str = "m") -> Identity:
+    body: dict[str, object] = {"model": model}
+    if conversation:
+        body["conversation_id"] = conversation
+    return identify(body, {})
+
+
+def holding(identity: Identity, length: int) -> Holding:
+    tokens = PromptTokens(identity.namespace, range(length))
+    handle = {"remote_block_ids": [[1, 2, 3]]}
+    return Holding(new_holding_id(), "d:1", "1", tokens.fingerprint, handle)
+
+
+@pytest.fixture
+async def table(valkey_url: str) -> AsyncIterator[SessionTable]:
+    table = SessionTable(valkey_url, timeout_seconds=10)
+    await table._redis.flushall()
+    yield table
+    await table.close()
+
+
+async def test_one_of_a_hundred_claims_wins(table: SessionTable) -> None:
+    """The claim is atomic: of many callers one owns the holding, and it is never there again."""
+    identity = who("c")
+    stored = holding(identity, 200)
+    assert await table.commit(identity, stored, ttl_seconds=60)
+    prompt = PromptTokens(identity.namespace, range(300))
+    assert await table.find(identity, prompt) == [stored]
+    wins = await asyncio.gather(*(table.claim(identity, stored) for _ in range(100)))
+    assert sum(wins) == 1
+    assert await table.find(identity, prompt) == []
+
+
+async def test_a_prefix_finds_the_session_without_an_id(table: SessionTable) -> None:
+    """Any extension of the stored tokens finds it, other tokens do not."""
+    identity = who()
+    stored = holding(identity, 1000)
+    await table.commit(identity, stored, ttl_seconds=60)
+    for length in (1000, 1001, 5000):
+        assert await table.find(identity, PromptTokens(identity.namespace, range(length)))
+    other = PromptTokens(identity.namespace, range(1, 1001))
+    assert await table.find(identity, other) == []
+    tiny = PromptTokens(identity.namespace, range(10))
+    assert await table.find(identity, tiny) == []
+
+
+async def test_scopes_do_not_see_each_other(table: SessionTable) -> None:
+    """Another model's session is not found, by id or by prefix."""
+    for conversation in (None, "c"):
+        mine, theirs = who(conversation, "a"), who(conversation, "b")
+        await table.commit(mine, holding(mine, 500), ttl_seconds=60)
+        assert await table.find(theirs, PromptTokens(theirs.namespace, range(600))) == []
+
+
+async def test_holdings_expire_and_leave_no_key(table: SessionTable) -> None:
+    """Every key of a session goes with its blocks."""
+    for identity in (who("c"), who()):
+        await table.commit(identity, holding(identity, 500), ttl_seconds=0.05)
+    await asyncio.sleep(0.1)
+    assert await table._redis.keys("*") == []
+
+
+async def test_what_nothing_could_find_is_not_stored(table: SessionTable) -> None:
+    """Without an id and below one span there is no key to find it by: the caller must release."""
+    identity = who()
+    assert await table.commit(identity, holding(identity, 10), ttl_seconds=60) is False
+    assert await table._redis.keys("*") == []
+
+
+async def test_branches_of_a_conversation_are_all_kept(table: SessionTable) -> None:
+    """Parallel turns of one conversation each leave a holding; a late one hides no other."""
+    identity = who("c")
+    stored = [holding(identity, length) for length in (100, 200, 300)]
+    for each in stored:
+        await table.commit(identity, each, ttl_seconds=60)
+    prompt = PromptTokens(identity.namespace, range(400))
+    assert await table.find(identity, prompt) == stored[::-1]
+    await table.claim(identity, stored[1])
+    assert await table.find(identity, prompt) == [stored[2], stored[0]]
+
+
+async def test_an_outage_costs_one_timeout_not_every_turn() -> None:
+    """After a failure Redis is left alone for a moment, then asked again."""
+    now = [0.0]
+    table = SessionTable("redis://127.0.0.1:1", timeout_seconds=0.1, clock=lambda: now[0])
+    identity = who("c")
+    prompt = PromptTokens(identity.namespace, range(10))
+    with pytest.raises(TableUnavailable, match="Redis: "):
+        await table.find(identity, prompt)
+    with pytest.raises(TableUnavailable, match="a moment ago"):
+        await table.find(identity, prompt)
+    now[0] += 2
+    with pytest.raises(TableUnavailable, match="Redis: "):
+        await table.find(identity, prompt)
+    await table.close()
+
+
+async def test_the_private_store_is_a_real_server_that_ends() -> None:
+    """Started on demand, usable through the same table, gone after stop."""
+    store = PrivateStore()
+    url = await store.start()
+    table = SessionTable(url, timeout_seconds=10)
+    assert await table.ping()
+    await table.close()
+    await store.stop()
+    gone = SessionTable(url, timeout_seconds=0.2)
+    assert not await gone.ping()
+    await gone.close()
