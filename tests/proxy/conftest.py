@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,28 @@ class Serving:
         )
 
 
+@asynccontextmanager
+async def running(app: App) -> AsyncIterator[tuple[App, int]]:
+    """Serve the proxy on a free port, with all its workers seen healthy; gives app and port."""
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="on")
+    )
+    server.capture_signals = nullcontext  # type: ignore[method-assign]  # pytest keeps its own
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        if task.done():
+            task.result()
+            raise RuntimeError("the proxy did not start")
+        await asyncio.sleep(0.005)
+    while not all(worker.healthy for worker in app.pool.workers):
+        await asyncio.sleep(0.005)
+    try:
+        yield app, server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
 Serve = Callable[..., Awaitable[Serving]]
 
 
@@ -145,25 +168,13 @@ async def serve(valkey_url: str) -> AsyncIterator[Serve]:
             **settings,
         }
         app = App(Settings(**values))
-        server = uvicorn.Server(
-            uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="on")
-        )
-        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-        task = asyncio.create_task(server.serve())
-        while not server.started:
-            if task.done():
-                task.result()
-                raise RuntimeError("the proxy did not start")
-            await asyncio.sleep(0.005)
-        while not all(worker.healthy for worker in app.pool.workers):
-            await asyncio.sleep(0.005)
-        port = server.servers[0].sockets[0].getsockname()[1]
+        exit_stack = AsyncExitStack()
+        _, port = await exit_stack.enter_async_context(running(app))
         serving = Serving(app, port, cluster, p, d)
 
         async def shut() -> None:
             await serving.session.close()
-            server.should_exit = True
-            await task
+            await exit_stack.aclose()
 
         stop.insert(0, shut)
         return serving
