@@ -419,7 +419,11 @@ class Conductor:
     ) -> None:
         keep = handle is not None and prompt is not None and self._settings.reuse_enabled
         body = wire.decode_body(
-            turn.body, handle, ids_json=prompt.json if prompt else None, keep=keep
+            turn.body,
+            handle,
+            ids_json=prompt.json if prompt else None,
+            keep=keep,
+            ask_ids=worker.plugin is not True,
         )
         kept_prompt = prompt.tokens if prompt and keep else None
         headers = {"X-Request-Id": f"{turn.request_id}-d{turn.attempts}"}
@@ -449,16 +453,7 @@ class Conductor:
         except (WorkerFailed, WorkerUnreachable) as error:
             raise _Repeatable(error) from error
         worker.answered()
-        output_ids, complete = wire.answer_output_ids(turn.body, answer)
-        await self._keep(
-            turn,
-            worker,
-            prompt,
-            params=answer.get("kv_transfer_params"),
-            output_ids=output_ids,
-            ids_complete=complete,
-            missing=Reason.DECODE_KEPT_NOTHING,
-        )
+        await self._keep(turn, worker, prompt, wire.ending_of_answer(turn.body, answer))
         clean = wire.client_answer(answer, client_asked_ids=bool(turn.body.get("return_token_ids")))
         self._first_content(turn)
         await sink.begin("application/json", turn.headers())
@@ -507,17 +502,7 @@ class Conductor:
                         if not kept and (TURN_EVENT_PREFIX in block or block.endswith(_DONE_END)):
                             block, event = take_turn_event(block)
                             kept = True
-                            await self._keep(
-                                turn,
-                                worker,
-                                prompt,
-                                params=event.get("kv_transfer_params") if event else None,
-                                output_ids=event.get("token_ids") if event else None,
-                                ids_complete=event is not None,
-                                missing=Reason.DECODE_KEPT_NOTHING
-                                if event
-                                else Reason.STREAM_WITHOUT_HANDLE,
-                            )
+                            await self._keep(turn, worker, prompt, wire.ending_of_event(event))
                         if block.startswith(b'data: {"error"'):
                             self._metrics.stream_errors.inc()
                             turn.kept = "stream_error"
@@ -560,34 +545,32 @@ class Conductor:
     # What decode kept.
 
     async def _keep(
-        self,
-        turn: Turn,
-        worker: Worker,
-        prompt: PromptTokens | None,
-        *,
-        params: Any,
-        output_ids: Any,
-        ids_complete: bool,
-        missing: Reason,
+        self, turn: Turn, worker: Worker, prompt: PromptTokens | None, ending: wire.Ending
     ) -> None:
         """Store decode's handle, or note why there is none, or release what cannot be stored."""
+        handle = usable_handle(ending.handle)
         if prompt is None:
-            if handle := usable_handle(params):
+            if handle is not None:
                 self._release_later(turn, self._holding(worker, None, handle))
                 turn.kept = "released"
             self._metrics.commits.labels("not_kept").inc()
             return
-        handle = usable_handle(params)
+        worker.plugin = ending.from_plugin
         fingerprint = None
         absent: Reason | None = None
-        ids = output_ids if isinstance(output_ids, list) else None
         if handle is None:
-            refused = isinstance(params, dict) and params.get("kvloop_pin_refused")
-            absent = Reason.PIN_REFUSED if refused else missing
+            if ending.pin_refused:
+                absent = Reason.PIN_REFUSED
+            elif turn.streamed and not ending.from_plugin:
+                absent = Reason.STREAM_WITHOUT_HANDLE
+            else:
+                absent = Reason.DECODE_KEPT_NOTHING
         else:
-            handle = wire.stored_handle(handle)
             fingerprint = held_tokens(
-                prompt, ids, handle["remote_num_tokens"], ids_complete=ids_complete
+                prompt,
+                ending.output_ids,
+                handle["remote_num_tokens"],
+                ids_complete=ending.from_plugin,
             )
             if fingerprint is None:
                 absent = Reason.TOKENS_UNKNOWN

@@ -7,6 +7,7 @@ measured on real workers; ``kvloop*`` keys are ours and are ignored by stock wor
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -113,13 +114,15 @@ def decode_body(
     *,
     ids_json: bytes | None,
     keep: bool,
+    ask_ids: bool = True,
 ) -> bytes:
     """Decode leg: the client's request with prefill's handle.
 
     ``prefill_handle`` is passed on whole (0.32.0 corrects ``cached_tokens`` from an unknown-looking
     field in it). None: decode does everything, and the field is left out, because on a
     bidirectional worker an object with neither flag set pins its blocks for ever. ``keep`` False
-    asks a worker with our connector to retain nothing.
+    asks a worker with our connector to retain nothing. ``ask_ids``: have the worker put token ids
+    into a non-streamed answer; a worker with our plugin reports them anyway.
     """
     leg = client_fields(body)
     if prefill_handle is not None:
@@ -127,7 +130,7 @@ def decode_body(
         if ids_json is not None:
             transfer["prompt_token_ids"] = orjson.Fragment(ids_json)
         if keep:
-            if not leg.get("stream"):
+            if ask_ids and not leg.get("stream"):
                 leg["return_token_ids"] = True
         else:
             transfer["kvloop_lease_seconds"] = 0
@@ -170,34 +173,46 @@ def client_answer(answer: dict[str, Any], *, client_asked_ids: bool) -> dict[str
     return clean
 
 
-def answer_output_ids(
-    body: Mapping[str, Any], answer: Mapping[str, Any]
-) -> tuple[list[int] | None, bool]:
-    """Output token ids of a non-streamed answer, and whether they are certainly all of them.
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What decode said about its KV when it finished.
 
-    The plugin's ids are complete; the answer's own leave out reasoning that the client asked to
-    hide, so then they are not used at all.
+    ``handle``: whatever stood in the place of a handle, unchecked. ``output_ids`` are certainly all
+    of them only if ``from_plugin``. ``pin_refused``: why our connector kept nothing.
+    """
+
+    handle: Any = None
+    output_ids: list[int] | None = None
+    from_plugin: bool = False
+    pin_refused: str | None = None
+
+
+def ending_of_event(event: Mapping[str, Any] | None) -> Ending:
+    """The end of a stream, from the plugin's event; None when there was no such event."""
+    if event is None:
+        return Ending()
+    ids = event.get("token_ids")
+    return Ending(
+        handle=event.get("kv_transfer_params"),
+        output_ids=ids if isinstance(ids, list) else None,
+        from_plugin=True,
+        pin_refused=event.get("pin_refused"),
+    )
+
+
+def ending_of_answer(body: Mapping[str, Any], answer: Mapping[str, Any]) -> Ending:
+    """The end of a non-streamed answer.
+
+    The plugin puts its object beside the handle's fields. Without it the answer's own ids serve,
+    unless the client hid the reasoning, whose ids they then leave out.
     """
     params = answer.get("kv_transfer_params")
-    if isinstance(params, dict):
-        ours = params.get("kvloop")
-        if isinstance(ours, dict) and isinstance(ours.get("token_ids"), list):
-            return list(ours["token_ids"]), True
+    if isinstance(params, dict) and isinstance(ours := params.get("kvloop"), dict):
+        handle = {key: field for key, field in params.items() if key != "kvloop"}
+        return ending_of_event({**ours, "kv_transfer_params": handle})
+    ids = None
     choices = answer.get("choices")
-    if (
-        body.get("include_reasoning") is not False
-        and isinstance(choices, list)
-        and len(choices) == 1
-        and isinstance(choices[0], dict)
-        and isinstance(choices[0].get("token_ids"), list)
-    ):
-        return choices[0]["token_ids"], False
-    return None, False
-
-
-def stored_handle(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode's handle as it is stored and later sent: whole, but for the plugin's own object.
-
-    Unknown fields and ``remote_blocks_expiry_time`` (decode's monotonic clock) stay untouched.
-    """
-    return {key: field for key, field in value.items() if key != "kvloop"}
+    hidden = body.get("include_reasoning") is False
+    if not hidden and isinstance(choices, list) and len(choices) == 1:
+        ids = choices[0].get("token_ids") if isinstance(choices[0], dict) else None
+    return Ending(handle=params, output_ids=ids if isinstance(ids, list) else None)

@@ -137,7 +137,7 @@ class HealthLoop:
         if worker.epoch and facts.epoch and facts.epoch != worker.epoch:
             log.event("worker_restarted", worker=worker.name, role=worker.role)
             worker.engine_id = ""
-            worker.render = None
+            worker.render = worker.plugin = None
         worker.epoch = facts.epoch
         worker.block_size = facts.block_size
         worker.kv_blocks = facts.kv_blocks

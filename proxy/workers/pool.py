@@ -34,6 +34,8 @@ class Worker:
     """Turns sent and not yet finished, by this proxy."""
     render: bool | None = None
     """Does it serve /v1/chat/completions/render? None: not asked yet."""
+    plugin: bool | None = None
+    """Does it say how a turn ended (our vLLM plugin)? None: not seen yet."""
     last_error: str = ""
     _failed_probes: int = field(default=0, repr=False)
     _failed_pulls: int = field(default=0, repr=False)

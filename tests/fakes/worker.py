@@ -269,15 +269,22 @@ class FakeWorker:
             if self.knobs.connector:
                 handle["kvloop_pulled_tokens"] = pulled
                 handle["kvloop_local_tokens"] = local
+        choice = {"index": 0, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+        choice |= {"token_ids": None, "prompt_logprobs": None, "prompt_token_ids": None}
+        choice |= {"text": "x", "routed_experts": None}
         return web.json_response(
             {
                 "id": "cmpl-x",
                 "object": "chat.completion" if chat else "text_completion",
                 "created": 1,
                 "model": body["model"],
-                "choices": [{"index": 0, "text": "x", "finish_reason": "length"}],
-                "usage": {"prompt_tokens": len(prompt), "completion_tokens": 1},
+                "choices": [choice],
+                "service_tier": None,
+                "system_fingerprint": "vllm-fake",
+                "usage": _usage(prompt, [0]),
                 "kv_transfer_params": handle,
+                "ec_transfer_params": None,
+                "metrics": None,
             }
         )
 
@@ -370,8 +377,20 @@ class FakeWorker:
         if self.knobs.connector and params.get("kvloop_lease_seconds") == 0:
             return None
         if self.knobs.pin_refused:
-            return {"kvloop_pin_refused": True}
+            return None
         return self._handle([*prompt, *output][:-1], is_prefill=False)
+
+    def _described(self, prompt: list[int], output: list[int]) -> dict[str, Any]:
+        """What the plugin says of a finished turn."""
+        described = {
+            "v": 1,
+            "token_ids": output,
+            "prompt_tokens": len(prompt),
+            "finish_reason": self.knobs.finish_reason,
+        }
+        if self.knobs.pin_refused:
+            described["pin_refused"] = "over_share"
+        return described
 
     def _whole(
         self, body: dict[str, Any], params: dict[str, Any] | None, prompt: list[int]
@@ -379,16 +398,20 @@ class FakeWorker:
         output = self._output()
         shown = output[self.knobs.hidden_output_ids :]
         handle = self._kept(params, prompt, output)
+        if self.knobs.plugin and params and params.get("kvloop"):
+            handle = {**(handle or {}), "kvloop": self._described(prompt, output)}
         ids = body.get("return_token_ids")
+        message = {"role": "assistant", "content": self.knobs.answer, "refusal": None}
+        message |= {"annotations": None, "audio": None, "function_call": None, "reasoning": None}
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": self.knobs.answer, "tool_calls": []},
+            "message": message,
             "logprobs": None,
             "finish_reason": self.knobs.finish_reason,
             "stop_reason": None,
+            "token_ids": shown if ids else None,
+            "routed_experts": None,
         }
-        if ids:
-            choice["token_ids"] = shown
         return web.json_response(
             {
                 "id": "chatcmpl-x",
@@ -396,10 +419,15 @@ class FakeWorker:
                 "created": 1,
                 "model": body["model"],
                 "choices": [choice],
+                "service_tier": None,
+                "system_fingerprint": "vllm-fake",
                 "usage": _usage(prompt, output),
                 "prompt_logprobs": None,
                 "prompt_token_ids": prompt if ids else None,
+                "prompt_text": None,
                 "kv_transfer_params": handle,
+                "ec_transfer_params": None,
+                "metrics": None,
             }
         )
 
@@ -412,51 +440,54 @@ class FakeWorker:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
+        ids = body.get("return_token_ids")
+        output = self._output()
+        remaining = list(output)
 
-        async def send(chunk: dict[str, Any]) -> None:
-            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-
-        def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
-            return {
+        async def send(choices: list[dict[str, Any]], **more: Any) -> None:
+            chunk = {
                 "id": "chatcmpl-x",
                 "object": "chat.completion.chunk",
                 "created": 1,
                 "model": body["model"],
-                "choices": [
-                    {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-                ],
+                "choices": choices,
+                **more,
             }
+            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
 
-        await send(chunk({"role": "assistant", "content": ""}))
+        def choice(delta: dict[str, Any], finish: str | None = None, **more: Any) -> dict[str, Any]:
+            return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, **more}
+
+        first = choice({"role": "assistant", "content": ""})
+        await send([first], prompt_token_ids=prompt if ids else None, prompt_text=None)
         if self.knobs.stream_error_first > 0:
             self.knobs.stream_error_first -= 1
-            await response.write(
-                b"data: "
-                + _error("Internal server error", "InternalServerError", 500).encode()
-                + b"\n\ndata: [DONE]\n\n"
-            )
+            error = _error("Internal server error", "InternalServerError", 500).encode()
+            await response.write(b"data: " + error + b"\n\ndata: [DONE]\n\n")
             return response
-        for number, letter in enumerate(self.knobs.answer):
+        finish = self.knobs.finish_reason
+        # A stop token is not shown; at the length limit the last chunk carries the last text.
+        letters = self.knobs.answer if finish == "stop" else self.knobs.answer[:-1]
+        for number, letter in enumerate(letters):
             if self.knobs.die_after_chunks == number:
                 assert request.transport is not None
                 request.transport.abort()
                 return response
             if self.knobs.chunk_delay:
                 await asyncio.sleep(self.knobs.chunk_delay)
-            await send(chunk({"content": letter}))
-        await send(chunk({"content": ""}, self.knobs.finish_reason))
-        output = self._output()
-        if (body.get("stream_options") or {}).get("include_usage"):
-            await send({**chunk({}), "choices": [], "usage": _usage(prompt, output)})
+            taken = [remaining.pop(0) for _ in letter.encode()]
+            await send([choice({"content": letter}, token_ids=taken if ids else None)])
+        rest = {"content": self.knobs.answer[len(letters) :]}
+        last = choice(rest, finish, stop_reason=None, token_ids=remaining if ids else None)
+        # The fingerprint comes with the last chunk of all.
+        mark = {"system_fingerprint": "vllm-fake"}
+        usage = (body.get("stream_options") or {}).get("include_usage")
+        await send([last], **({} if usage else mark))
+        if usage:
+            await send([], usage=_usage(prompt, output), **mark)
         handle = self._kept(params, prompt, output)
         if self.knobs.plugin and params and params.get("kvloop"):
-            event = {
-                "v": 1,
-                "kv_transfer_params": handle,
-                "token_ids": output,
-                "prompt_tokens": len(prompt),
-                "finish_reason": self.knobs.finish_reason,
-            }
+            event = {**self._described(prompt, output), "kv_transfer_params": handle}
             await response.write(b": kvloop " + json.dumps(event).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -467,6 +498,12 @@ def _usage(prompt: list[int], output: list[int]) -> dict[str, Any]:
         "prompt_tokens": len(prompt),
         "total_tokens": len(prompt) + len(output),
         "completion_tokens": len(output),
+        "prompt_tokens_details": {
+            "cached_tokens": 0,
+            "created_cache_tokens": 0,
+            "multimodal_tokens": None,
+        },
+        "completion_tokens_details": None,
     }
 
 

@@ -11,10 +11,12 @@ from proxy.session.holding import Holding
 from proxy.session.identity import MAX_ID_LENGTH, IdentityError, identify
 from proxy.turn.tokenise import render_is_off, render_request, token_ids, tokenize_request
 from proxy.turn.wire import (
-    answer_output_ids,
+    Ending,
     client_answer,
     client_fields,
     decode_body,
+    ending_of_answer,
+    ending_of_event,
     prefill_body,
     prefill_chat_body,
     release_body,
@@ -113,14 +115,16 @@ def test_reuse_is_what_prefill_reports() -> None:
 def test_output_ids_come_from_the_plugin_first_and_never_from_hidden_reasoning() -> None:
     """Complete from the plugin; the answer's own otherwise; none when reasoning is hidden."""
     choice = {"index": 0, "token_ids": [1]}
-    assert answer_output_ids({}, {"choices": [choice]}) == ([1], False)
-    assert answer_output_ids({"include_reasoning": False}, {"choices": [choice]}) == (None, False)
-    ours = {"kvloop": {"token_ids": [1, 2]}}
-    assert answer_output_ids({}, {"choices": [choice], "kv_transfer_params": ours}) == (
-        [1, 2],
-        True,
+    handle = {"remote_num_tokens": 5}
+    answer = {"choices": [choice], "kv_transfer_params": handle}
+    assert ending_of_answer({}, answer) == Ending(handle, [1])
+    assert ending_of_answer({"include_reasoning": False}, answer) == Ending(handle)
+    ours = {**handle, "kvloop": {"token_ids": [1, 2]}}
+    assert ending_of_answer({}, {**answer, "kv_transfer_params": ours}) == (
+        Ending(handle, [1, 2], from_plugin=True)
     )
-    assert answer_output_ids({}, {"choices": [choice, choice]}) == (None, False)
+    assert ending_of_answer({}, {"choices": [choice, choice]}) == Ending()
+    assert ending_of_event(None) == Ending()
 
 
 def test_clients_get_back_only_what_is_theirs() -> None:

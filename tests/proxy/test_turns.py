@@ -193,6 +193,7 @@ async def test_hidden_reasoning_ids_limit_reuse_to_the_prompt(
     serving: Serving, hidden: int, said: bool
 ) -> None:
     """When a stock worker's output ids are incomplete, only the prompt's KV is trusted."""
+    serving.decode.knobs.plugin = False
     serving.decode.knobs.hidden_output_ids = hidden
     extra = {"include_reasoning": False} if said else {}
     first = await serving.chat([user(LONG)], conversation_id="c", **extra)
