@@ -484,7 +484,9 @@ class FakeWorker:
         usage = (body.get("stream_options") or {}).get("include_usage")
         await send([last], **({} if usage else mark))
         if usage:
-            await send([], usage=_usage(prompt, output), **mark)
+            counts = _usage(prompt, output)
+            del counts["completion_tokens_details"]
+            await send([], usage=counts, **mark)
         handle = self._kept(params, prompt, output)
         if self.knobs.plugin and params and params.get("kvloop"):
             event = {**self._described(prompt, output), "kv_transfer_params": handle}
