@@ -141,9 +141,9 @@ async def test_a_conversation_without_any_id_is_pulled_too(
 
 
 async def edited_conversation(
-    pair: Pair, workers: Workers, name: str, *, verify: bool
+    pair: Pair, workers: Workers, before: str, after: str, *, verify: bool
 ) -> tuple[list[int], list[int], str]:
-    """Turn 1 about Rex, turn 2 with the history edited to Bella: got, expected, reason."""
+    """Turn 1 with one password, turn 2 with it edited to another: got, expected, reason."""
     settings = proxy_settings(pair, verify_tokens=verify)
     async with (
         running(App(settings)) as (_, port),
@@ -151,19 +151,16 @@ async def edited_conversation(
     ):
         body: dict[str, Any] = {
             "model": pair.model,
-            "messages": [{"role": "user", "content": QUESTIONS[0]}],
+            "messages": [{"role": "user", "content": f"The password is {before}. " * 40}],
             "temperature": 0,
             "max_tokens": 24,
-            "conversation_id": name,
+            "conversation_id": before,
         }
         text, _, _ = await ask(client, body, stream=False)
         body["messages"] = [
-            {
-                "role": "user",
-                "content": QUESTIONS[0].replace("grey dog Rex", "black cat Bella"),
-            },
+            {"role": "user", "content": f"The password is {after}. " * 40},
             {"role": "assistant", "content": text},
-            {"role": "user", "content": "Tell me the name of the animal, and what it looks like."},
+            {"role": "user", "content": "What is the password? Answer in one word."},
         ]
         expected = await workers.cold(body)
         _, ids, headers = await ask(client, body, stream=False)
@@ -174,11 +171,12 @@ async def test_an_edited_history_is_right_because_tokens_are_compared(
     pair: Pair, workers: Workers
 ) -> None:
     """The edited turn equals a cold run; the same turn without verification does not."""
-    ids, expected, reason = await edited_conversation(pair, workers, "edited", verify=True)
+    ids, expected, reason = await edited_conversation(pair, workers, "apple", "tiger", verify=True)
     assert ids == expected
     assert reason in ("history_cut", "history_diverged")
 
-    ids, expected, _ = await edited_conversation(pair, workers, "unverified", verify=False)
+    # Other words: decode's own prefix cache knows the first ones by now, and would hide the fault.
+    ids, expected, _ = await edited_conversation(pair, workers, "lemon", "horse", verify=False)
     assert ids != expected
 
 

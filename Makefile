@@ -1,0 +1,62 @@
+# The commands of this repository. `make` alone lists them.
+#
+# PYTHON=python3.12  interpreter for the environment   VENV=.venv  where it is
+# PORT=8000          port of the proxy                 MODEL=smollm2  or tiny, or a model folder
+# ARGS="..."         more arguments for pytest or the benchmark
+
+PYTHON ?= python3
+VENV ?= .venv
+PORT ?= 8000
+MODEL ?= smollm2
+ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALL := requirements/install.sh
+
+.DEFAULT_GOAL := help
+.PHONY: help up down status chat env env-fast test test-fast lint bench-reuse soak clean
+
+help: ## Print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+up: env ## Install what is missing and run the stack on PORT until Ctrl-C
+	@exec $(BIN)/kvloop up --port $(PORT) --model $(MODEL)
+
+down: | $(BIN)/kvloop ## Stop a stack (kvloop up --detach)
+	@exec $(BIN)/kvloop down
+
+status: | $(BIN)/kvloop ## Show the parts of the stack
+	@exec $(BIN)/kvloop status
+
+chat: | $(BIN)/kvloop ## Talk to the running stack
+	@exec $(BIN)/kvloop chat --url http://127.0.0.1:$(PORT)
+
+env: ## Create the environment: proxy, tests, vLLM for CPU, NIXL, chat model
+	@bash $(INSTALL) full "$(PYTHON)" "$(VENV)"
+
+env-fast: ## Create the environment without vLLM: enough for test-fast and lint
+	@bash $(INSTALL) fast "$(PYTHON)" "$(VENV)"
+
+test: env ## Run the whole suite, real vLLM workers included (minutes)
+	@exec $(BIN)/python -m pytest -m "not soak" $(ARGS)
+
+test-fast: env-fast ## Run what needs no vLLM (under a minute)
+	@exec $(BIN)/python -m pytest -m "not real" $(ARGS)
+
+lint: env-fast ## Check style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench-reuse: env ## Measure TTFT with and without reuse on a real pair
+	@exec $(BIN)/python -m tests.bench.reuse $(ARGS)
+
+soak: env ## Run the long tests on a real pair
+	@exec $(BIN)/python -m pytest -m soak $(ARGS)
+
+clean: ## Stop the stack; remove the environment, built models, logs and caches
+	@if [ -x $(BIN)/kvloop ]; then $(BIN)/kvloop down; fi
+	rm -rf "$(VENV)" .kvloop build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/kvloop:
+	@echo "There is no environment in $(VENV) yet: run 'make up' or 'make env' first." >&2; exit 1

@@ -1,0 +1,6 @@
+"""``python -m kvloop``: the same as the ``kvloop`` command."""
+
+from kvloop.cli import main
+
+if __name__ == "__main__":
+    main()
