@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 from rich.console import Console
 from rich.text import Text
@@ -35,6 +36,7 @@ class Settings:
 
     model: str | None = None
     conversation_id: str | None = None
+    """None: a new one for each conversation, so that an edited one frees what it left behind."""
     system: str | None = None
     max_tokens: int = 256
     temperature: float = 0.0
@@ -210,6 +212,7 @@ class _Conversation:
     def reset(self) -> None:
         system = self._settings.system
         self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._conversation_id = self._settings.conversation_id or uuid4().hex
 
     @property
     def own(self) -> list[str]:
@@ -231,9 +234,8 @@ class _Conversation:
             "stream_options": {"include_usage": True},
             "max_tokens": self._settings.max_tokens,
             "temperature": self._settings.temperature,
+            "conversation_id": self._conversation_id,
         }
-        if self._settings.conversation_id is not None:
-            body["conversation_id"] = self._settings.conversation_id
         answer = Answer()
         stopped = False
         try:

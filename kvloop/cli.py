@@ -139,7 +139,7 @@ def chat(
         str | None, typer.Option(help="Default: the first that the proxy lists.")
     ] = None,
     conversation_id: Annotated[
-        str | None, typer.Option(help="Sent with each turn; reuse works without it too.")
+        str | None, typer.Option(help="Sent with each turn; a new one by default.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 256,

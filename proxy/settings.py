@@ -74,8 +74,8 @@ class Settings(BaseSettings):
     pull_threshold: int = Field(
         64,
         ge=1,
-        description="Shortest pull in tokens. Equal to the workers' kv_recompute_threshold: below "
-        "it prefill declines and computes.",
+        description="Shortest pull in tokens, at least the workers' kv_recompute_threshold: below "
+        "that prefill declines and computes.",
     )
 
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="Larger requests get a 413.")

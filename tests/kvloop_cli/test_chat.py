@@ -120,6 +120,13 @@ def test_a_piped_conversation(server: Server) -> None:
     assert (last["stream"], last["temperature"], last["max_tokens"]) == (True, 0.0, 256)
 
 
+def test_a_conversation_has_one_id_until_it_is_reset(server: Server) -> None:
+    """Without a given id each conversation gets one of its own."""
+    talk(server, "one\ntwo\n/reset\nthree\n")
+    first, second, third = (body["conversation_id"] for body in server.bodies[-3:])
+    assert first == second != third
+
+
 def test_edit_goes_on_from_the_edited_message(server: Server) -> None:
     """/edit 1 replaces the first message, drops what followed and asks again."""
     _, output = talk(server, "one\ntwo\n/edit 1 uno\n/history\n")
