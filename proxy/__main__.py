@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> None:
         log_config=None,
         access_log=False,  # the turn log says more, once a turn
         server_header=False,
+        proxy_headers=False,  # nothing here looks at the client's address
         date_header=False,
         timeout_graceful_shutdown=30,
         h11_max_incomplete_event_size=None,

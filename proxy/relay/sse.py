@@ -7,6 +7,7 @@ else: ``str.splitlines`` would also split at U+2028 inside JSON text.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -59,20 +60,17 @@ def _last_event_end(data: bytes) -> int:
     return end
 
 
-def split_events(block: bytes) -> list[bytes]:
+def split_events(block: bytes) -> Iterator[bytes]:
     """Whole events of a block that ``EventSplitter`` released, each with its blank line."""
-    events: list[bytes] = []
+    marks = (b"\n\n", b"\r\n\r\n", b"\r\r") if b"\r" in block else (b"\n\n",)
     start = 0
     while start < len(block):
         ends = [
-            index + len(mark)
-            for mark in (b"\n\n", b"\r\n\r\n", b"\r\r")
-            if (index := block.find(mark, start)) >= 0
+            index + len(mark) for mark in marks if (index := block.find(mark, start)) >= 0
         ]
         end = min(ends, default=len(block))
-        events.append(block[start:end])
+        yield block[start:end]
         start = end
-    return events
 
 
 def event_data(event: bytes) -> bytes | None:
