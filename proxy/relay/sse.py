@@ -65,9 +65,7 @@ def split_events(block: bytes) -> Iterator[bytes]:
     marks = (b"\n\n", b"\r\n\r\n", b"\r\r") if b"\r" in block else (b"\n\n",)
     start = 0
     while start < len(block):
-        ends = [
-            index + len(mark) for mark in marks if (index := block.find(mark, start)) >= 0
-        ]
+        ends = [index + len(mark) for mark in marks if (index := block.find(mark, start)) >= 0]
         end = min(ends, default=len(block))
         yield block[start:end]
         start = end

@@ -157,9 +157,8 @@ def main() -> None:
                         uvloop.run(round_of(port, clients, chosen.seconds, chosen.prompt_bytes))
                     )
             print(f"\n{clients} clients, {chosen.prompt_bytes} bytes, {chosen.chunks} chunks\n")
-            print(
-                "| target | requests/s | TTFT p50, ms | TTFT p99, ms | errors |\n|---|---|---|---|---|"
-            )
+            print("| target | requests/s | TTFT p50, ms | TTFT p99, ms | errors |")
+            print("|---|---|---|---|---|")
             for name in targets:
                 print(row(name, samples[name]))
     finally:
