@@ -6,11 +6,15 @@ nothing here reads a clock or a socket.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from proxy.turn.planner import HolderState
+
+
+_RANK = re.compile(r"_dp\d+$")
 
 
 class Role(StrEnum):
@@ -68,8 +72,8 @@ class Worker:
 
     def handle_seen(self, engine_id: str) -> None:
         """The engine id in a handle. A new one means a new process, known before any probe."""
-        if engine_id and engine_id != self.engine_id:
-            self.engine_id = engine_id
+        if engine_id:
+            self.engine_id = _process_part(engine_id)
 
     def pull_succeeded(self) -> None:
         self._failed_pulls = 0
@@ -117,9 +121,17 @@ class Pool:
         worker = self._by_name.get(name)
         if worker is None or not worker.healthy:
             return HolderState(present=False)
-        if worker.engine_id and engine_id and worker.engine_id != engine_id:
+        if worker.engine_id and engine_id and worker.engine_id != _process_part(engine_id):
             return HolderState(present=False)
         return HolderState(True, worker.epoch, worker.block_size)
 
     def has(self, role: Role) -> bool:
         return any(each.role is role and each.healthy for each in self.workers)
+
+
+def _process_part(engine_id: str) -> str:
+    """An engine id without its data-parallel rank: the ranks of one process alternate in handles.
+
+    vLLM appends ``_dp<rank>`` (v1/engine/core.py).
+    """
+    return _RANK.sub("", engine_id)
