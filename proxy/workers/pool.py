@@ -13,7 +13,6 @@ from enum import StrEnum
 
 from proxy.turn.planner import HolderState
 
-
 _RANK = re.compile(r"_dp\d+$")
 
 
