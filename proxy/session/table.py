@@ -18,7 +18,7 @@ from uuid import uuid4
 
 import redis.asyncio as redis_asyncio
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from proxy.errors import TableUnavailable
@@ -162,12 +162,24 @@ class SessionTable:
 
     async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:
         if self._clock() < self._paused_until:
-            raise TableUnavailable("Redis failed a moment ago")
+            raise TableUnavailable("Redis failed a moment ago", certain=True)
         try:
             return await call()
         except (RedisError, OSError, TimeoutError) as error:
             self._paused_until = self._clock() + _PAUSE_AFTER_FAILURE
-            raise TableUnavailable(f"Redis: {type(error).__name__}") from error
+            raise TableUnavailable(
+                f"Redis: {type(error).__name__}", certain=_never_arrived(error)
+            ) from error
+
+
+def _never_arrived(error: BaseException) -> bool:
+    """Is it certain that the command had no effect? Redis refused it, or nobody listens there.
+
+    After a timeout or a broken connection it may still be executed.
+    """
+    return isinstance(error, ResponseError) or isinstance(
+        error.__context__, (ConnectionRefusedError, FileNotFoundError)
+    )
 
 
 def new_holding_id() -> str:
