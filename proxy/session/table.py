@@ -28,6 +28,9 @@ from proxy.session.identity import Identity
 
 T = TypeVar("T")
 
+REUSE_KEY = "kvloop:reuse"
+"""Fleet-wide switch: the value ``off`` stops reuse, anything else or no key allows it."""
+
 _KEPT_PER_CONVERSATION = 8
 """Parallel branches of one conversation worth remembering; fewer would forget sub-agents."""
 _KEPT_PER_ANCHOR = 4
@@ -150,6 +153,10 @@ class SessionTable:
             )
         )
         return True
+
+    async def reuse_is_off(self) -> bool:
+        """Has somebody switched reuse off for all proxies? (``kvloop reuse off``)"""
+        return bool(await self._guard(lambda: self._redis.get(REUSE_KEY)) == b"off")
 
     async def ping(self) -> bool:
         try:

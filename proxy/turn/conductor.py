@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import orjson
 
 from proxy import log
+from proxy.canary import Canary
 from proxy.errors import (
     NoWorker,
     TableUnavailable,
@@ -154,6 +155,9 @@ class Conductor:
         self._metrics = metrics
         self._limits = Limits(pull_threshold=settings.pull_threshold)
         self._background: set[asyncio.Task[None]] = set()
+        self._canary = Canary(settings.canary_fraction, client, metrics)
+        self.reuse_on = settings.reuse_enabled
+        """May change at any time (``proxy/switch.py``)."""
 
     async def close(self) -> None:
         """Let releases that are under way finish, for a moment."""
@@ -268,7 +272,7 @@ class Conductor:
     async def _plan(
         self, turn: Turn, prompt: _Prompt | None, miss: Reason, prefill: Worker
     ) -> TurnPlan:
-        if not self._settings.reuse_enabled:
+        if not self.reuse_on:
             return ColdPrefill(Reason.REUSE_DISABLED)
         match: Match | None = None
         if prompt is not None:
@@ -416,11 +420,15 @@ class Conductor:
         transfer = wire.transfer_for_prefill(pull, release)
         settings = self._settings
         warm = pull is not None or release is not None
+        watched = pull is not None and self._canary.chosen()
         if prompt is not None:
-            path, body = COMPLETIONS_PATH, wire.prefill_body(turn.body, prompt.json, transfer)
+            path, body = (
+                COMPLETIONS_PATH,
+                wire.prefill_body(turn.body, prompt.json, transfer, ask_ids=watched),
+            )
         else:
             path, body = CHAT_PATH, wire.prefill_chat_body(turn.body, transfer)
-        return await self._client.call(
+        answer = await self._client.call(
             worker,
             path,
             body,
@@ -431,6 +439,12 @@ class Conductor:
             headers={"X-Request-Id": f"{turn.request_id}-p{turn.attempts}"},
             repeatable=not warm,  # a warm prefill may have been read: its handle is spent
         )
+        if watched and prompt is not None and (first := wire.first_token(answer)) is not None:
+            cold = wire.cold_replay_body(turn.body, prompt.json)
+            self._in_background(
+                self._canary.compare(worker, cold, first, turn.request_id), "canary"
+            )
+        return answer
 
     def _fall_to_decode(self, turn: Turn, reason: Reason) -> None:
         turn.route, turn.reason = DecodeOnly.route, reason
@@ -446,7 +460,7 @@ class Conductor:
         prompt: _Prompt | None,
         sink: Sink,
     ) -> None:
-        keep = handle is not None and prompt is not None and self._settings.reuse_enabled
+        keep = handle is not None and prompt is not None and self.reuse_on
         body = wire.decode_body(
             turn.body,
             handle,

@@ -113,5 +113,9 @@ def test_a_fault_put_in_on_purpose_is_found(
     """The search ends with the fault that this mistake leads to."""
     fault(monkeypatch)
     with pytest.raises(AssertionError, match=noticed):
-        for seed in range(2000):
-            play(seed)
+        _search()
+
+
+def _search() -> None:
+    for seed in range(2000):
+        play(seed)

@@ -481,7 +481,7 @@ class ModelClient:
         return {"kv_transfer_params": handle}
 
     async def _decode(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
-        ending, ids = await self._decoded(worker, request)
+        ending, _ = await self._decoded(worker, request)
         script, handle = ending
         shown = script.output[script.hidden :]
         if script.plugin and handle is not None:
