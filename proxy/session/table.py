@@ -22,7 +22,7 @@ from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from proxy.errors import TableUnavailable
-from proxy.session.fingerprint import PromptTokens, anchors, lookup_keys
+from proxy.session.fingerprint import DIGEST_BYTES, PromptTokens, anchors
 from proxy.session.holding import Holding, decode, encode
 from proxy.session.identity import Identity
 
@@ -55,11 +55,18 @@ end
 return found
 """
 
+# The prompt's digests come as one argument: a key for each of thousands of spans would cost the
+# client more than the search costs the server. All keys are in the scope's slot, as KEYS[1] is.
+# Lists go newest first; of the longest shared prefix the newest live holding is taken.
 _FIND_BY_PREFIX = """
-for _, key in ipairs(KEYS) do
-  for _, id in ipairs(redis.call('LRANGE', key, 0, -1)) do
-    local record = redis.call('GET', ARGV[1] .. id)
-    if record then return {id, record} end
+local prefix, size, digests = KEYS[1], tonumber(ARGV[2]), ARGV[3]
+for last = #digests, size, -size do
+  local key = prefix .. string.sub(digests, last - size + 1, last)
+  if redis.call('EXISTS', key) == 1 then
+    for _, id in ipairs(redis.call('LRANGE', key, 0, -1)) do
+      local record = redis.call('GET', ARGV[1] .. id)
+      if record then return {id, record} end
+    end
   end
 end
 return {}
@@ -109,10 +116,14 @@ class SessionTable:
                 )
             )
         else:
-            keys = [scope + b"a:" + digest for digest in lookup_keys(prompt.fingerprint)]
-            if not keys:
+            digests = prompt.fingerprint.spans
+            if not digests:
                 return []
-            reply = await self._guard(lambda: self._find_by_prefix(keys=keys, args=[scope + b"h:"]))
+            reply = await self._guard(
+                lambda: self._find_by_prefix(
+                    keys=[scope + b"a:"], args=[scope + b"h:", DIGEST_BYTES, digests]
+                )
+            )
         pairs = zip(reply[::2], reply[1::2], strict=True)
         return [found for id, record in pairs if (found := decode(id.decode(), record))]
 

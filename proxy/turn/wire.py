@@ -32,9 +32,6 @@ _PREFILL_ONLY_UNSPLIT = (
     "logprobs",
     "top_logprobs",
     "logprob_token_ids",
-    "tool_choice",
-    "response_format",
-    "structured_outputs",
     "logit_bias",
     "bad_words",
     "allowed_token_ids",
@@ -43,7 +40,8 @@ _PREFILL_ONLY_UNSPLIT = (
 )
 """Removed when prefill must render the messages itself. It samples one token that is thrown away:
 ``max_completion_tokens`` beats ``max_tokens``, ``min_tokens`` above it is a 400, a stop string at
-token one loses the handle, forced tool parsing of one token can fail."""
+token one loses the handle. ``tool_choice`` and the like stay: they can change the rendered prompt,
+and decode must find in prefill's blocks the prompt that it renders itself."""
 
 
 def client_fields(body: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ KINDS = (
     "template_args", "continue_final", "retokenised",
 )  # fmt: skip
 TURNS = 4
-GROWING = ("grow", "grow_named", "grow_streamed", "tools", "retokenised")
+GROWING = ("grow", "grow_named", "grow_streamed", "retokenised")
 TIE = 1e-3
 """Log-probabilities this close change their order with the order of a sum: not wrong KV."""
 
