@@ -33,8 +33,9 @@ REUSE_KEY = "kvloop:reuse"
 
 _KEPT_PER_CONVERSATION = 8
 """Parallel branches of one conversation worth remembering; fewer would forget sub-agents."""
-_KEPT_PER_ANCHOR = 4
-"""Conversations with the same prefix; each has longer prefixes of its own to be found by."""
+_KEPT_PER_ANCHOR = 256
+"""Conversations found by the same prefix. A shared system prompt with short questions gives many,
+and what falls off the list is lost to its owner while decode still keeps it. 32 bytes each."""
 _PAUSE_AFTER_FAILURE = 1.0
 """Seconds during which Redis is not asked again, so that an outage costs one turn the timeout and
 not every turn."""

@@ -103,3 +103,14 @@ def test_adapter_salt_and_tenant_are_part_of_the_scope() -> None:
         for tenant in ("", "t")
     }
     assert len(found) == 6
+
+
+async def test_many_conversations_with_one_opening_are_all_pulled(serving: Serving) -> None:
+    """Twenty users, one long system prompt, short questions, no ids: none loses its reuse."""
+    system = {"role": "system", "content": LONG}
+    for number in range(20):
+        await serving.chat([system, user(f"Q{number}")])
+    for number in range(20):
+        answer = await serving.chat([system, user(f"Q{number}"), assistant("Fine."), user("And?")])
+        assert answer.route == "prefill-with-pull", number
+    assert serving.cluster.faults == []
