@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status chat env env-fast test test-fast lint bench-reuse soak clean
+.PHONY: help up down status chat env env-fast test test-fast lint bench-reuse bench-lookup differential soak clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,12 @@ lint: env-fast ## Check style and types
 
 bench-reuse: env ## Measure TTFT with and without reuse on a real pair
 	@exec $(BIN)/python -m tests.bench.reuse $(ARGS)
+
+bench-lookup: env-fast ## Measure session lookups against history length and table size
+	@exec $(BIN)/python -m tests.bench.lookup $(ARGS)
+
+differential: env ## Compare over 200 generated conversations with a cold worker (minutes)
+	@exec env DIFFERENTIAL_REPORT=docs/differential.md $(BIN)/python -m pytest tests/real/test_differential.py -m soak -s $(ARGS)
 
 soak: env ## Run the long tests on a real pair
 	@exec $(BIN)/python -m pytest -m soak $(ARGS)

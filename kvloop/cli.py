@@ -174,6 +174,30 @@ def chat(
 
 
 @app.command()
+def reuse(
+    state: Annotated[str, typer.Argument(help="on, off or status.")],
+    redis_url: Annotated[
+        str, typer.Option(envvar="KVLOOP_REDIS_URL", help="The proxies' session table.")
+    ],
+) -> None:
+    """Switch reuse off (or on again) in every proxy that shares this Redis, within a second."""
+    import redis
+
+    key = "kvloop:reuse"
+    if state not in ("on", "off", "status"):
+        _fail(f"'{state}' is none of on, off, status")
+    try:
+        with redis.Redis.from_url(redis_url) as store:
+            if state == "off":
+                store.set(key, "off")
+            elif state == "on":
+                store.delete(key)
+            typer.echo("reuse is " + ("off" if store.get(key) == b"off" else "on"))
+    except (redis.RedisError, ValueError) as error:
+        _fail(f"Redis: {error}")
+
+
+@app.command()
 def proxy() -> None:
     """Run the proxy alone (settings: flags, KVLOOP_... variables; see kvloop proxy --help)."""
     _run_proxy([])

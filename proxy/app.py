@@ -12,6 +12,7 @@ from proxy.metrics import Metrics
 from proxy.session.private_store import PrivateStore
 from proxy.session.table import SessionTable
 from proxy.settings import Settings
+from proxy.switch import ReuseSwitch
 from proxy.turn.conductor import CHAT_PATH, Conductor
 from proxy.workers.client import WorkerClient
 from proxy.workers.health import HealthLoop, ModelList
@@ -58,10 +59,16 @@ class App:
             table=self.table,
             metrics=self.metrics,
         )
+        self.switch = ReuseSwitch(
+            self.table, self.conductor, self.metrics, allowed=settings.reuse_enabled
+        )
+        self.switch.start()
         self._chat = ChatRoute(
             self.conductor, self.models, self.metrics, max_body_bytes=settings.max_body_bytes
         )
-        self._operations = operations.build(self.pool, self.models, self.table, self.metrics)
+        self._operations = operations.build(
+            self.pool, self.models, self.table, self.metrics, lambda: self.conductor.reuse_on
+        )
         self.health.start()
         log.event(
             "started",
@@ -74,6 +81,7 @@ class App:
             log.event("verification_is_off", note="answers may be wrong; for tests only")
 
     async def stop(self) -> None:
+        await self.switch.stop()
         await self.health.stop()
         await self.conductor.close()
         await self.client.close()

@@ -83,7 +83,15 @@ class NoWorker(KvloopError):
 
 
 class TableUnavailable(KvloopError):
-    """The session table did not answer in time."""
+    """The session table did not answer in time.
+
+    ``certain``: the operation had no effect and never will. Otherwise the command may sit in a
+    socket and take effect later, unseen.
+    """
+
+    def __init__(self, message: str, *, certain: bool = False) -> None:
+        super().__init__(message)
+        self.certain = certain
 
 
 def openai_error(

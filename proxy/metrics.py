@@ -92,6 +92,18 @@ class Metrics:
             ("operation",),
             registry=registry,
         )
+        self.reuse_enabled = Gauge(
+            "kvloop_reuse_enabled",
+            "1 while turns may reuse KV; 0 when switched off (kvloop reuse off, or the setting).",
+            registry=registry,
+        )
+        self.canary_checks = Counter(
+            "kvloop_canary_checks",
+            "Warm turns whose first token was computed again from nothing: equal, different, or "
+            "failed (no comparison).",
+            ("result",),
+            registry=registry,
+        )
         self.worker_healthy = Gauge(
             "kvloop_worker_healthy",
             "1 while the worker is given turns.",

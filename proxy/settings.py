@@ -71,6 +71,13 @@ class Settings(BaseSettings):
         description="Sessions expire this much before decode's TTL: time for queueing on prefill, "
         "which itself declines a pull in the last 5 seconds.",
     )
+    canary_fraction: float = Field(
+        0,
+        ge=0,
+        le=1,
+        description="Share of warm turns whose first token is computed again, cold, in the "
+        "background, and compared. Each costs prefill one cold prefill; one runs at a time.",
+    )
     pull_threshold: int = Field(
         64,
         ge=1,

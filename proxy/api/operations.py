@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -18,7 +19,13 @@ from proxy.workers.health import ModelList
 from proxy.workers.pool import Pool, Role
 
 
-def build(pool: Pool, models: ModelList, table: SessionTable, metrics: Metrics) -> FastAPI:
+def build(
+    pool: Pool,
+    models: ModelList,
+    table: SessionTable,
+    metrics: Metrics,
+    reuse_on: Callable[[], bool],
+) -> FastAPI:
     """The documented surface (``/docs``), apart from the generating routes."""
     app = FastAPI(
         title="kvloop",
@@ -43,6 +50,7 @@ def build(pool: Pool, models: ModelList, table: SessionTable, metrics: Metrics) 
         state: dict[str, Any] = {
             "ready": serving,
             "table": await table.ping(),
+            "reuse": reuse_on(),
             "workers": [
                 {
                     "name": worker.name,

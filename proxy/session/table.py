@@ -18,20 +18,24 @@ from uuid import uuid4
 
 import redis.asyncio as redis_asyncio
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from proxy.errors import TableUnavailable
-from proxy.session.fingerprint import PromptTokens, anchors, lookup_keys
+from proxy.session.fingerprint import DIGEST_BYTES, PromptTokens, anchors
 from proxy.session.holding import Holding, decode, encode
 from proxy.session.identity import Identity
 
 T = TypeVar("T")
 
+REUSE_KEY = "kvloop:reuse"
+"""Fleet-wide switch: the value ``off`` stops reuse, anything else or no key allows it."""
+
 _KEPT_PER_CONVERSATION = 8
 """Parallel branches of one conversation worth remembering; fewer would forget sub-agents."""
-_KEPT_PER_ANCHOR = 4
-"""Conversations with the same prefix; each has longer prefixes of its own to be found by."""
+_KEPT_PER_ANCHOR = 256
+"""Conversations found by the same prefix. A shared system prompt with short questions gives many,
+and what falls off the list is lost to its owner while decode still keeps it. 32 bytes each."""
 _PAUSE_AFTER_FAILURE = 1.0
 """Seconds during which Redis is not asked again, so that an outage costs one turn the timeout and
 not every turn."""
@@ -52,11 +56,18 @@ end
 return found
 """
 
+# The prompt's digests come as one argument: a key for each of thousands of spans would cost the
+# client more than the search costs the server. All keys are in the scope's slot, as KEYS[1] is.
+# Lists go newest first; of the longest shared prefix the newest live holding is taken.
 _FIND_BY_PREFIX = """
-for _, key in ipairs(KEYS) do
-  for _, id in ipairs(redis.call('LRANGE', key, 0, -1)) do
-    local record = redis.call('GET', ARGV[1] .. id)
-    if record then return {id, record} end
+local prefix, size, digests = KEYS[1], tonumber(ARGV[2]), ARGV[3]
+for last = #digests, size, -size do
+  local key = prefix .. string.sub(digests, last - size + 1, last)
+  if redis.call('EXISTS', key) == 1 then
+    for _, id in ipairs(redis.call('LRANGE', key, 0, -1)) do
+      local record = redis.call('GET', ARGV[1] .. id)
+      if record then return {id, record} end
+    end
   end
 end
 return {}
@@ -106,10 +117,14 @@ class SessionTable:
                 )
             )
         else:
-            keys = [scope + b"a:" + digest for digest in lookup_keys(prompt.fingerprint)]
-            if not keys:
+            digests = prompt.fingerprint.spans
+            if not digests:
                 return []
-            reply = await self._guard(lambda: self._find_by_prefix(keys=keys, args=[scope + b"h:"]))
+            reply = await self._guard(
+                lambda: self._find_by_prefix(
+                    keys=[scope + b"a:"], args=[scope + b"h:", DIGEST_BYTES, digests]
+                )
+            )
         pairs = zip(reply[::2], reply[1::2], strict=True)
         return [found for id, record in pairs if (found := decode(id.decode(), record))]
 
@@ -151,6 +166,10 @@ class SessionTable:
         )
         return True
 
+    async def reuse_is_off(self) -> bool:
+        """Has somebody switched reuse off for all proxies? (``kvloop reuse off``)"""
+        return bool(await self._guard(lambda: self._redis.get(REUSE_KEY)) == b"off")
+
     async def ping(self) -> bool:
         try:
             return bool(await self._redis.ping())
@@ -162,12 +181,24 @@ class SessionTable:
 
     async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:
         if self._clock() < self._paused_until:
-            raise TableUnavailable("Redis failed a moment ago")
+            raise TableUnavailable("Redis failed a moment ago", certain=True)
         try:
             return await call()
         except (RedisError, OSError, TimeoutError) as error:
             self._paused_until = self._clock() + _PAUSE_AFTER_FAILURE
-            raise TableUnavailable(f"Redis: {type(error).__name__}") from error
+            raise TableUnavailable(
+                f"Redis: {type(error).__name__}", certain=_never_arrived(error)
+            ) from error
+
+
+def _never_arrived(error: BaseException) -> bool:
+    """Is it certain that the command had no effect? Redis refused it, or nobody listens there.
+
+    After a timeout or a broken connection it may still be executed.
+    """
+    return isinstance(error, ResponseError) or isinstance(
+        error.__context__, (ConnectionRefusedError, FileNotFoundError)
+    )
 
 
 def new_holding_id() -> str:

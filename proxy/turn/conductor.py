@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import orjson
 
 from proxy import log
+from proxy.canary import Canary
 from proxy.errors import (
     NoWorker,
     TableUnavailable,
@@ -45,7 +46,14 @@ from proxy.session.table import SessionTable, new_holding_id
 from proxy.settings import Settings
 from proxy.turn import tokenise, wire
 from proxy.turn.plan import ColdPrefill, DecodeOnly, PrefillWithPull, TurnPlan
-from proxy.turn.planner import Limits, has_media, may_split, plan_turn, wants_claim
+from proxy.turn.planner import (
+    Limits,
+    has_media,
+    may_split,
+    plan_turn,
+    unusable_now,
+    wants_claim,
+)
 from proxy.turn.reasons import Reason
 from proxy.workers.client import WorkerClient
 from proxy.workers.pool import Pool, Role, Worker
@@ -53,6 +61,9 @@ from proxy.workers.pool import Pool, Role, Worker
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 _RELEASE_TIMEOUT = 30.0
+_ABORT_SETTLES = 1.0
+"""Seconds between closing a prefill leg's connection and releasing its handle: vLLM must have
+aborted the request, or it could still be reading the blocks that decode frees."""
 _DONE_END = b"data: [DONE]\n\n"
 
 
@@ -144,6 +155,9 @@ class Conductor:
         self._metrics = metrics
         self._limits = Limits(pull_threshold=settings.pull_threshold)
         self._background: set[asyncio.Task[None]] = set()
+        self._canary = Canary(settings.canary_fraction, client, metrics)
+        self.reuse_on = settings.reuse_enabled
+        """May change at any time (``proxy/switch.py``)."""
 
     async def close(self) -> None:
         """Let releases that are under way finish, for a moment."""
@@ -258,16 +272,16 @@ class Conductor:
     async def _plan(
         self, turn: Turn, prompt: _Prompt | None, miss: Reason, prefill: Worker
     ) -> TurnPlan:
-        if not self._settings.reuse_enabled:
+        if not self.reuse_on:
             return ColdPrefill(Reason.REUSE_DISABLED)
         match: Match | None = None
         if prompt is not None:
             try:
-                match, miss = await self._claim(turn, prompt.tokens)
+                match, miss = await self._claim(turn, prompt.tokens, prefill)
             except TableUnavailable:
                 miss = Reason.TABLE_UNAVAILABLE
         holding = match.holding if match else None
-        return plan_turn(
+        plan = plan_turn(
             match=match,
             holder=self._pool.holder(
                 holding.worker if holding else "", holding.engine_id if holding else ""
@@ -276,8 +290,15 @@ class Conductor:
             limits=self._limits,
             pull_allowed=prefill.pulls_allowed(time.monotonic()),
         )
+        if holding is not None and holding.handle is not None and not _spends(plan):
+            # Most likely its process is gone, and prefill learns that in milliseconds. But a turn
+            # that ended before the restart was noticed carries the old epoch and a live pin.
+            self._release_later(turn, holding)
+        return plan
 
-    async def _claim(self, turn: Turn, prompt: PromptTokens) -> tuple[Match | None, Reason]:
+    async def _claim(
+        self, turn: Turn, prompt: PromptTokens, prefill: Worker
+    ) -> tuple[Match | None, Reason]:
         identity = turn.identity
         with self._table_operation("find"):
             candidates = await self._table.find(identity, prompt)
@@ -287,6 +308,10 @@ class Conductor:
             match = best_match(prompt, candidates)
         if match is None or not wants_claim(match, named=bool(identity.conversation)):
             return None, Reason.NEW_SESSION
+        holder = self._pool.holder(match.holding.worker, match.holding.engine_id)
+        allowed = prefill.pulls_allowed(time.monotonic())
+        if obstacle := unusable_now(match.holding, holder, pull_allowed=allowed):
+            return None, obstacle
         claiming = asyncio.ensure_future(self._table.claim(identity, match.holding))
         try:
             with self._table_operation("claim"):
@@ -324,7 +349,11 @@ class Conductor:
             try:
                 with _busy(worker), self._leg(turn, "prefill"):
                     answer = await self._prefill_call(turn, worker, prompt, pull, release)
+            except asyncio.CancelledError:
+                self._release_unread(turn, pull, release, pause=_ABORT_SETTLES)
+                raise
             except WorkerRefused:
+                self._release_unread(turn, pull, release)
                 if prompt is None:
                     raise  # prefill saw the client's own request: its verdict stands
                 # Prefill will not take ids that it produced itself (context limit, say). Decode
@@ -350,6 +379,10 @@ class Conductor:
                     )
                     if pull is not None:
                         turn.route, turn.reason = ColdPrefill.route, Reason.PULL_FAILED
+                    answered = isinstance(error, WorkerFailed)
+                    self._release_unread(
+                        turn, pull, release, pause=0 if answered else _ABORT_SETTLES
+                    )
                     pull = release = None
                 else:
                     tried.append(worker.name)
@@ -387,11 +420,15 @@ class Conductor:
         transfer = wire.transfer_for_prefill(pull, release)
         settings = self._settings
         warm = pull is not None or release is not None
+        watched = pull is not None and self._canary.chosen()
         if prompt is not None:
-            path, body = COMPLETIONS_PATH, wire.prefill_body(turn.body, prompt.json, transfer)
+            path, body = (
+                COMPLETIONS_PATH,
+                wire.prefill_body(turn.body, prompt.json, transfer, ask_ids=watched),
+            )
         else:
             path, body = CHAT_PATH, wire.prefill_chat_body(turn.body, transfer)
-        return await self._client.call(
+        answer = await self._client.call(
             worker,
             path,
             body,
@@ -402,6 +439,12 @@ class Conductor:
             headers={"X-Request-Id": f"{turn.request_id}-p{turn.attempts}"},
             repeatable=not warm,  # a warm prefill may have been read: its handle is spent
         )
+        if watched and prompt is not None and (first := wire.first_token(answer)) is not None:
+            cold = wire.cold_replay_body(turn.body, prompt.json)
+            self._in_background(
+                self._canary.compare(worker, cold, first, turn.request_id), "canary"
+            )
+        return answer
 
     def _fall_to_decode(self, turn: Turn, reason: Reason) -> None:
         turn.route, turn.reason = DecodeOnly.route, reason
@@ -417,7 +460,7 @@ class Conductor:
         prompt: _Prompt | None,
         sink: Sink,
     ) -> None:
-        keep = handle is not None and prompt is not None and self._settings.reuse_enabled
+        keep = handle is not None and prompt is not None and self.reuse_on
         body = wire.decode_body(
             turn.body,
             handle,
@@ -453,7 +496,7 @@ class Conductor:
         except (WorkerFailed, WorkerUnreachable) as error:
             raise _Repeatable(error) from error
         worker.answered()
-        await self._keep(turn, worker, prompt, wire.ending_of_answer(turn.body, answer))
+        await self._keep_surely(turn, worker, prompt, wire.ending_of_answer(turn.body, answer))
         clean = wire.client_answer(answer, client_asked_ids=bool(turn.body.get("return_token_ids")))
         self._first_content(turn)
         await sink.begin("application/json", turn.headers())
@@ -502,7 +545,8 @@ class Conductor:
                         if not kept and (TURN_EVENT_PREFIX in block or block.endswith(_DONE_END)):
                             block, event = take_turn_event(block)
                             kept = True
-                            await self._keep(turn, worker, prompt, wire.ending_of_event(event))
+                            ending = wire.ending_of_event(event)
+                            await self._keep_surely(turn, worker, prompt, ending)
                         if block.startswith(b'data: {"error"'):
                             self._metrics.stream_errors.inc()
                             turn.kept = "stream_error"
@@ -543,6 +587,12 @@ class Conductor:
         return False
 
     # What decode kept.
+
+    async def _keep_surely(
+        self, turn: Turn, worker: Worker, prompt: PromptTokens | None, ending: wire.Ending
+    ) -> None:
+        """``_keep``, also when the client leaves meanwhile: decode has its pin already."""
+        await asyncio.shield(self._in_background(self._keep(turn, worker, prompt, ending), "keep"))
 
     async def _keep(
         self, turn: Turn, worker: Worker, prompt: PromptTokens | None, ending: wire.Ending
@@ -587,6 +637,10 @@ class Conductor:
         worker.handle_seen(str(handle["remote_engine_id"]))
         holding = self._holding(worker, fingerprint, handle)
         stored = await self._store(turn, holding)
+        if stored is None:
+            # The record may appear in the table yet: whoever claims it must find the blocks there.
+            turn.kept = "unknown"
+            return
         turn.kept = "stored" if stored else "released"
         if not stored:
             self._release_later(turn, holding)
@@ -594,19 +648,21 @@ class Conductor:
     def _holding(self, worker: Worker, fingerprint: Any, handle: dict[str, Any]) -> Holding:
         return Holding(new_holding_id(), worker.name, worker.epoch, fingerprint, handle)
 
-    async def _store(self, turn: Turn, holding: Holding) -> bool:
+    async def _store(self, turn: Turn, holding: Holding) -> bool | None:
+        """Was it stored? None when nobody can tell."""
         settings = self._settings
         ttl = settings.session_ttl_seconds
         granted = holding.handle.get("kvloop_lease_seconds") if holding.handle else None
         if isinstance(granted, (int, float)) and granted > 0:
             ttl = min(ttl, granted - settings.expiry_margin_seconds)
-        stored = False
+        stored: bool | None = False
         if ttl > 0:
             try:
                 with self._table_operation("commit"):
                     stored = await self._table.commit(turn.identity, holding, ttl_seconds=ttl)
             except TableUnavailable as error:
                 log.event("commit_failed", request=turn.request_id, error=str(error))
+                stored = False if error.certain else None
         if holding.handle is not None:
             self._metrics.commits.labels("stored" if stored else "not_stored").inc()
         else:
@@ -623,11 +679,29 @@ class Conductor:
         if won and holding.handle is not None:
             await self._release(str(turn.body["model"]), holding)
 
-    def _release_later(self, turn: Turn, holding: Holding) -> None:
-        self._in_background(self._release(str(turn.body["model"]), holding), "release")
+    def _release_later(self, turn: Turn, holding: Holding, *, pause: float = 0) -> None:
+        work = self._release(str(turn.body["model"]), holding, pause=pause)
+        self._in_background(work, "release")
 
-    async def _release(self, model: str, holding: Holding) -> None:
+    def _release_unread(
+        self,
+        turn: Turn,
+        pull: PrefillWithPull | None,
+        release: Holding | None,
+        *,
+        pause: float = 0,
+    ) -> None:
+        """A prefill leg ended badly: decode may not have heard that its blocks are free.
+
+        If it has, a second notification for the same request changes nothing there.
+        """
+        holding = pull.holding if pull is not None else release
+        if holding is not None:
+            self._release_later(turn, holding, pause=pause)
+
+    async def _release(self, model: str, holding: Holding, *, pause: float = 0) -> None:
         """Have a prefill worker tell decode that the blocks are free."""
+        await asyncio.sleep(pause)
         result = "no_prefill_worker"
         worker = self._pool.choose(Role.PREFILL)
         if worker is not None and worker.pulls_allowed(time.monotonic()):
@@ -711,10 +785,16 @@ class Conductor:
         finally:
             self._metrics.table_seconds.labels(name).observe(time.monotonic() - start)
 
-    def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
+
+
+def _spends(plan: TurnPlan) -> bool:
+    """Does performing this plan pull or release what was claimed?"""
+    return isinstance(plan, PrefillWithPull) or plan.release is not None
 
 
 @contextmanager

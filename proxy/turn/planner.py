@@ -1,9 +1,10 @@
 """[pure] What to do with a turn, from values alone.
 
-Three questions, each a function here, asked in this order by the conductor:
+Four questions, each a function here, asked in this order by the conductor:
 
 ``may_split``    can prefill and decode share this request at all?
 ``wants_claim``  is the best stored holding worth claiming? (Claiming consumes it.)
+``unusable_now`` could it be used at this moment?
 ``plan_turn``    given what was claimed, which plan?
 
 Whatever is claimed ends up in the plan: pulled, or under ``release``.
@@ -88,6 +89,19 @@ def wants_claim(match: Match, *, named: bool) -> bool:
     if match.holding.handle is None:
         return True
     return named or match.common * 2 >= match.holding.fingerprint.token_count
+
+
+def unusable_now(holding: Holding, holder: HolderState, *, pull_allowed: bool) -> Reason | None:
+    """Why this holding had better stay in the table, or None.
+
+    Decode may only have answered a probe late, and pulls may only be paused: its blocks live on.
+    Claimed now they could be neither pulled nor released; left alone, a later turn has them.
+    """
+    if holding.handle is None:
+        return None
+    if not holder.present:
+        return Reason.DECODE_RESTARTED
+    return None if pull_allowed else Reason.PULL_BLOCKED
 
 
 def plan_turn(

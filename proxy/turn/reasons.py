@@ -38,7 +38,7 @@ class Reason(StrEnum):
 
     # May not be reused.
     REUSE_DISABLED = "reuse_disabled"
-    """Switched off by KVLOOP_REUSE_ENABLED=false."""
+    """Switched off: ``kvloop reuse off``, or KVLOOP_REUSE_ENABLED=false."""
     MEDIA = "media"
     """Messages hold images or other media: equal token ids do not mean equal KV."""
     NOT_TOKENISED = "not_tokenised"

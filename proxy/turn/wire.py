@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import orjson
 
 from proxy.session.holding import Holding
 from proxy.turn.plan import PrefillWithPull
+
+COMPLETIONS_PATH = "/v1/completions"
 
 STRIPPED_FROM_CLIENTS = ("kv_transfer_params", "ec_transfer_params", "conversation_id")
 """Never forwarded from a client: the first two would let it read any worker's KV (they carry
@@ -29,9 +32,6 @@ _PREFILL_ONLY_UNSPLIT = (
     "logprobs",
     "top_logprobs",
     "logprob_token_ids",
-    "tool_choice",
-    "response_format",
-    "structured_outputs",
     "logit_bias",
     "bad_words",
     "allowed_token_ids",
@@ -40,7 +40,8 @@ _PREFILL_ONLY_UNSPLIT = (
 )
 """Removed when prefill must render the messages itself. It samples one token that is thrown away:
 ``max_completion_tokens`` beats ``max_tokens``, ``min_tokens`` above it is a 400, a stop string at
-token one loses the handle, forced tool parsing of one token can fail."""
+token one loses the handle. ``tool_choice`` and the like stay: they can change the rendered prompt,
+and decode must find in prefill's blocks the prompt that it renders itself."""
 
 
 def client_fields(body: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +71,13 @@ def transfer_for_prefill(
     return {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def prefill_body(body: Mapping[str, Any], ids_json: bytes, transfer: Mapping[str, Any]) -> bytes:
+def prefill_body(
+    body: Mapping[str, Any],
+    ids_json: bytes,
+    transfer: Mapping[str, Any],
+    *,
+    ask_ids: bool = False,
+) -> bytes:
     """Prefill leg over known token ids: a one-token text completion.
 
     Only what changes the KV goes along (model or adapter, cache salt), plus scheduling priority:
@@ -86,7 +93,31 @@ def prefill_body(body: Mapping[str, Any], ids_json: bytes, transfer: Mapping[str
     for field in ("cache_salt", "priority"):
         if body.get(field) is not None:
             leg[field] = body[field]
+    if ask_ids:
+        leg["return_token_ids"] = True
     return orjson.dumps(leg)
+
+
+def cold_replay_body(body: Mapping[str, Any], ids_json: bytes) -> bytes:
+    """The same prefill computed from nothing: no transfer, and a salt that no cached block has."""
+    leg = {
+        "model": body["model"],
+        "prompt": orjson.Fragment(ids_json),
+        "max_tokens": 1,
+        "temperature": 0,
+        "cache_salt": uuid4().hex,
+        "return_token_ids": True,
+    }
+    return orjson.dumps(leg)
+
+
+def first_token(answer: Mapping[str, Any]) -> int | None:
+    """Id of the one token that a prefill leg sampled, if it was asked for."""
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        return None
+    ids = choices[0].get("token_ids")
+    return ids[0] if isinstance(ids, list) and ids and type(ids[0]) is int else None
 
 
 def prefill_chat_body(body: Mapping[str, Any], transfer: Mapping[str, Any]) -> bytes:

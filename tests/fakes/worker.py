@@ -77,6 +77,8 @@ class Knobs:
     extra_computed: int = 0
     """Added to remote_num_tokens, as asynchronous scheduling may."""
     groups: int = 1
+    wrong_after_pull: bool = False
+    """Sample another token after a pull, as with wrong KV."""
 
 
 class Cluster:
@@ -272,6 +274,9 @@ class FakeWorker:
         choice = {"index": 0, "logprobs": None, "finish_reason": "length", "stop_reason": None}
         choice |= {"token_ids": None, "prompt_logprobs": None, "prompt_token_ids": None}
         choice |= {"text": "x", "routed_experts": None}
+        if body.get("return_token_ids"):
+            wrong = self.knobs.wrong_after_pull and pulled
+            choice |= {"token_ids": [sum(prompt) % 1000 + bool(wrong)]}
         return web.json_response(
             {
                 "id": "cmpl-x",

@@ -1,0 +1,121 @@
+"""The model finds faults: each is put into the code on purpose, and must be noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from proxy.errors import TableUnavailable
+from proxy.session.fingerprint import PromptTokens
+from proxy.turn import wire
+from proxy.turn.conductor import Conductor
+from tests.proxy.model import world
+from tests.proxy.model.player import play
+
+Patch = pytest.MonkeyPatch
+
+
+def count_cut_without_the_list(patch: Patch) -> None:
+    right = wire.transfer_for_prefill
+
+    def wrong(plan: Any, release: Any = None) -> dict[str, Any]:
+        found = right(plan, release)
+        if plan is not None:
+            found["remote_block_ids"] = plan.holding.handle["remote_block_ids"]
+        return found
+
+    patch.setattr(wire, "transfer_for_prefill", wrong)
+
+
+def tail_not_compared(patch: Patch) -> None:
+    right = PromptTokens.common_prefix
+
+    def wrong(self: PromptTokens, stored: Any) -> int:
+        found = right(self, stored)
+        whole = stored.token_count // 64 * 64
+        return min(len(self), stored.token_count) if found == whole else found
+
+    patch.setattr(PromptTokens, "common_prefix", wrong)
+
+
+def claim_without_del(patch: Patch) -> None:
+    patch.setattr(world.ModelTable, "take_out", lambda self, row: None)
+
+
+def release_dropped(patch: Patch) -> None:
+    patch.setattr(Conductor, "_release_later", lambda *given, **more: None)
+
+
+def unread_handle_forgotten(patch: Patch) -> None:
+    patch.setattr(Conductor, "_release_unread", lambda *given, **more: None)
+
+
+def late_commit_taken_for_none(patch: Patch) -> None:
+    class Certain(TableUnavailable):
+        def __init__(self, message: str, *, certain: bool = False) -> None:
+            super().__init__(message, certain=True)
+
+    patch.setattr(world, "TableUnavailable", Certain)
+
+
+def adapter_left_out_of_the_scope(patch: Patch) -> None:
+    right = world.identify
+
+    def wrong(body: Any, headers: Any, **more: Any) -> Any:
+        return right({**body, "model": "m"}, headers, **more)
+
+    patch.setattr(world, "identify", wrong)
+
+
+def expiry_lost(patch: Patch) -> None:
+    right = wire.transfer_for_prefill
+
+    def wrong(plan: Any, release: Any = None) -> dict[str, Any]:
+        return {**right(plan, release), "remote_blocks_expiry_time": None}
+
+    patch.setattr(wire, "transfer_for_prefill", wrong)
+    patch.setattr(world.ModelTable, "_live", lambda self: list(self._rows))
+
+
+def tokens_ahead_believed(patch: Patch) -> None:
+    from proxy.turn import conductor
+
+    right = conductor.held_tokens
+
+    def wrong(prompt: Any, output: Any, count: int, *, ids_complete: bool) -> Any:
+        found = right(prompt, output, count, ids_complete=ids_complete)
+        return None if found is None else replace(found, token_count=count)
+
+    patch.setattr(conductor, "held_tokens", wrong)
+    tail_not_compared(patch)
+
+
+@pytest.mark.parametrize(
+    ("fault", "noticed"),
+    [
+        (count_cut_without_the_list, "other tokens"),
+        (tail_not_compared, "other tokens"),
+        (tokens_ahead_believed, "other tokens"),
+        (adapter_left_out_of_the_scope, "other tokens"),
+        (claim_without_del, "read of blocks that were read"),
+        (late_commit_taken_for_none, "read of blocks that were read"),
+        (expiry_lost, "read of blocks that were read"),
+        (release_dropped, "without an owner"),
+        (unread_handle_forgotten, "without an owner"),
+    ],
+)
+def test_a_fault_put_in_on_purpose_is_found(
+    fault: Callable[[Patch], None], noticed: str, monkeypatch: Patch
+) -> None:
+    """The search ends with the fault that this mistake leads to."""
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match=noticed):
+        _search()
+
+
+def _search() -> None:
+    for seed in range(2000):
+        play(seed)

@@ -1,0 +1,50 @@
+"""Never wrong, as a model: whatever clients do and whatever dies, no read is ever of other KV.
+
+The real conductor, planner, fingerprints and wire format run against ``world``, which knows what
+each block holds. ``test_model_can_fail`` shows that the model finds faults put in on purpose.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.proxy.model.machine import Reuse
+from tests.proxy.model.player import play
+
+QUICK = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=False,
+    # Shrinking takes minutes; the soak test shrinks.
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
+
+
+def test_no_interleaving_reads_wrong_kv_or_forgets_a_pin() -> None:
+    """No block is read whose tokens differ, twice or expired; no pin is without an owner."""
+    run_state_machine_as_test(Reuse, settings=QUICK)
+
+
+def test_likely_histories_read_no_wrong_kv_and_do_pull() -> None:
+    """The same with steps weighted as clients behave; a failing seed is one history."""
+    pulled = sum(play(seed) for seed in range(200))
+    assert pulled > 10_000
+
+
+@pytest.mark.soak
+def test_likely_histories_in_a_long_search() -> None:
+    """Many more seeds than every change can wait for."""
+    for seed in range(1000, 30_000):
+        play(seed)
+
+
+@pytest.mark.soak
+def test_no_interleaving_found_in_a_long_search() -> None:
+    """The same with a hundred times as many histories."""
+    run_state_machine_as_test(
+        Reuse, settings=settings(QUICK, max_examples=4000, phases=tuple(Phase))
+    )
