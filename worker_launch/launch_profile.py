@@ -39,7 +39,7 @@ class LaunchProfile:
     ``engine``: vLLM flags without their dashes; True is a bare flag, False its ``--no-`` form.
     ``prefill_engine`` and ``decode_engine`` add to it for one role. ``transfer``: keys of
     ``kv-transfer-config``. ``connector``: keys of its ``kv_connector_extra_config``.
-    ``environment``: variables, with ``prefill_environment`` and ``decode_environment`` for one role.
+    ``environment``: variables; ``prefill_environment`` and ``decode_environment`` for one role.
     ``transfer`` and ``connector`` hold for both roles: the two workers read each other's blocks, so
     what describes the blocks must be equal.
     """

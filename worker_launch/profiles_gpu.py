@@ -22,8 +22,8 @@ _DTYPE = Setting("dtype", "bfloat16", f"{_PUBLISHED}; FP8 checkpoints keep their
 _CONTEXT = Setting(
     "max-model-len",
     32768,
-    f"{_PUBLISHED}: room for its longest conversation of 24k tokens and ten turns; a longer context "
-    "only needs KV memory, so raise it for real use",
+    f"{_PUBLISHED}: room for its longest conversation of 24k tokens and ten turns; a longer "
+    "context only needs KV memory, so raise it for real use",
 )
 _SEQUENCES = Setting(
     "max-num-seqs",
@@ -48,8 +48,8 @@ _CUDA_BUFFER = Setting(
 _THRESHOLD = Setting(
     "kv_recompute_threshold",
     64,
-    f"{_PUBLISHED}, vLLM's default and the proxy's pull_threshold: below this many tokens computing "
-    "beats a read",
+    f"{_PUBLISHED}, vLLM's default and the proxy's pull_threshold: below this many tokens "
+    "computing beats a read",
 )
 _KEEP_ALIVE = Setting(
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE",
@@ -69,8 +69,8 @@ _EFA_BACKEND = Setting(
 _EFA_PROVIDER = Setting(
     "FI_PROVIDER",
     "efa",
-    f"{_PUBLISHED}: without it libfabric may choose tcp, which is either 100 times slower or hangs; "
-    "with it a machine without EFA fails at the start, where it can be seen",
+    f"{_PUBLISHED}: without it libfabric may choose tcp, which is far slower or hangs; with "
+    "it a machine without EFA fails at the start, where it can be seen",
 )
 
 
@@ -135,8 +135,8 @@ SINGLE_NODE_H200 = LaunchProfile(
         Setting(
             "UCX_TLS",
             "cuda_ipc,cuda_copy,sm,self,tcp",
-            "NVLink for the blocks, tcp only to set up; without cuda_ipc they would go through host "
-            "memory",
+            "NVLink for the blocks, tcp only to set up; without cuda_ipc they would go through "
+            "host memory",
         ),
         _KEEP_ALIVE,
         _NO_USAGE_STATS,
