@@ -1,4 +1,4 @@
-"""[pure] Facts -> findings. One function a question; each finding that is not fine says the mend."""
+"""[pure] Facts -> findings. One function a question; what is not fine says its mend."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def _transport(facts: Facts) -> Iterator[Finding]:
             yield _warn(
                 name,
                 f"LIBFABRIC with FI_PROVIDER={config.fi_provider or 'unset'}",
-                "set FI_PROVIDER=efa: libfabric otherwise takes tcp where it finds no EFA, silently",
+                "set FI_PROVIDER=efa: else libfabric silently takes tcp where it finds no EFA",
             )
         elif "UCX" in config.backends and only_tcp and config.buffer_device != "cpu":
             yield _warn(
