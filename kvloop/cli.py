@@ -198,6 +198,56 @@ def reuse(
 
 
 @app.command()
+def doctor(
+    prefill: Annotated[str, typer.Option(help="A prefill worker: http://host:port.")],
+    decode: Annotated[str, typer.Option(help="A decode worker: http://host:port.")],
+    proxy: Annotated[str | None, typer.Option(help="The proxy, if it runs.")] = None,
+    redis: Annotated[
+        str | None, typer.Option(envvar="KVLOOP_REDIS_URL", help="The session table.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="KVLOOP_WORKER_API_KEY", help="If workers ask for one.")
+    ] = None,
+    decode_kv_ttl: Annotated[
+        float,
+        typer.Option(envvar="KVLOOP_DECODE_KV_TTL_SECONDS", help="The proxy's setting, seconds."),
+    ] = 480,
+    expiry_margin: Annotated[
+        float,
+        typer.Option(envvar="KVLOOP_EXPIRY_MARGIN_SECONDS", help="The proxy's setting, seconds."),
+    ] = 30,
+    probe_tokens: Annotated[
+        int, typer.Option(min=16, help="Length of the probe's prompt; longer measures bandwidth.")
+    ] = 1024,
+    probe: Annotated[bool, typer.Option(help="Hold a tiny conversation on the workers.")] = True,
+    timeout: Annotated[float, typer.Option(min=1, help="Longest probe request, seconds.")] = 60,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
+) -> None:
+    """Check a deployment and say how to mend it. Exit code 1 if something must be mended.
+
+    Run it on the workers' machines too: there it also sees their settings, EFA and limits.
+    """
+    import asyncio
+
+    from kvloop.doctor import checks, examination, report
+
+    request = examination.Request(
+        prefill=prefill.rstrip("/"),
+        decode=decode.rstrip("/"),
+        proxy=proxy.rstrip("/") if proxy else None,
+        redis=redis,
+        api_key=api_key,
+        session_expiry_seconds=decode_kv_ttl - expiry_margin,
+        probe_tokens=probe_tokens,
+        probe=probe,
+        timeout_seconds=timeout,
+    )
+    findings = checks.examine(asyncio.run(examination.gather_facts(request)))
+    typer.echo(report.as_json(findings) if as_json else report.as_text(findings), nl=False)
+    raise typer.Exit(1 if checks.failed(findings) else 0)
+
+
+@app.command()
 def proxy() -> None:
     """Run the proxy alone (settings: flags, KVLOOP_... variables; see kvloop proxy --help)."""
     _run_proxy([])

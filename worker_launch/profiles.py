@@ -1,7 +1,6 @@
-"""[pure] Launch profiles, and the vLLM command that follows from one.
+"""[pure] The profile for small CPUs, all profiles by name, and the vLLM command of one.
 
-A profile is data: every flag, variable and connector setting with the reason for its value, so that
-``--dry-run --explain`` can print both. What differs per worker (role, ports, model) is not in it.
+What a profile is: ``launch_profile``. Those for GPUs: ``profiles_gpu``.
 """
 
 from __future__ import annotations
@@ -10,62 +9,25 @@ import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
-from worker_launch.connector.pin_decision import DEFAULT_MAX_PINNED_FRACTION
-
-Value = str | int | float | bool
+from worker_launch.launch_profile import (
+    CONNECTOR_SETTINGS,
+    FAIL_CLEANLY,
+    SCALE_OUT,
+    LaunchProfile,
+    Setting,
+    Value,
+)
+from worker_launch.launch_profile import Role as Role  # callers name it with the rest
+from worker_launch.profiles_gpu import GPU_PROFILES
 
 VLLM_MODULE = "vllm.entrypoints.openai.api_server"
 CONNECTOR_NAME = "NixlConnector"
 CONNECTOR_MODULE = "worker_launch.connector.retaining_connector"
 
 
-class Role(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-    @property
-    def kv_role(self) -> str:
-        return "kv_producer" if self is Role.PREFILL else "kv_consumer"
-
-
 class LaunchError(ValueError):
     """What was asked for makes no worker; the message says what to change."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A value and the reason for it."""
-
-    name: str
-    value: Value
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchProfile:
-    """What a kind of machine needs.
-
-    ``engine``: vLLM flags without their dashes; True is a bare flag, False its ``--no-`` form.
-    ``prefill_engine`` and ``decode_engine`` add to it for one role. ``transfer``: keys of
-    ``kv-transfer-config``. ``connector``: keys of its ``kv_connector_extra_config``.
-    ``environment``: variables. The last three hold for both roles: the two workers read each
-    other's blocks, so what describes the blocks must be equal.
-    """
-
-    name: str
-    summary: str
-    engine: tuple[Setting, ...]
-    transfer: tuple[Setting, ...]
-    connector: tuple[Setting, ...]
-    environment: tuple[Setting, ...]
-    prefill_engine: tuple[Setting, ...] = ()
-    decode_engine: tuple[Setting, ...] = ()
-
-    def engine_for(self, role: Role) -> tuple[Setting, ...]:
-        added = self.prefill_engine if role is Role.PREFILL else self.decode_engine
-        return self.engine + added
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +55,6 @@ class LaunchCommand:
 
 
 _BLOCK_SIZE = 32
-
-CONNECTOR_SETTINGS = (
-    Setting(
-        "bidirectional_kv_xfer",
-        True,
-        "decode keeps its blocks and prefill may read them; a prefill without it hangs on a handle",
-    ),
-    Setting(
-        "decoder_kv_blocks_ttl",
-        480,
-        "seconds that decode keeps a finished turn, vLLM's default: shorter than a user's pause "
-        "loses the reuse, longer fills decode with conversations that have ended",
-    ),
-    Setting(
-        "kvloop_max_pinned_fraction",
-        DEFAULT_MAX_PINNED_FRACTION,
-        "share of decode's blocks that kept turns may take: nothing evicts them, so without a "
-        "limit running requests find no memory",
-    ),
-)
 
 
 def _recompute_threshold(tokens: int) -> Setting:
@@ -154,6 +96,7 @@ CPU_SMALL = LaunchProfile(
             True,
             "usage then reports cached tokens, which clients look for",
         ),
+        SCALE_OUT,
     ),
     prefill_engine=(
         Setting(
@@ -164,12 +107,7 @@ CPU_SMALL = LaunchProfile(
         ),
     ),
     transfer=(
-        Setting(
-            "kv_load_failure_policy",
-            "fail",
-            "a failed read becomes a clean error that the proxy retries cold; with 'recompute' a "
-            "failed read of prefill hangs for ever",
-        ),
+        FAIL_CLEANLY,
         Setting("kv_buffer_device", "cpu", "the KV cache itself is in CPU memory"),
     ),
     connector=(
@@ -213,7 +151,9 @@ CPU_SMALL = LaunchProfile(
     ),
 )
 
-PROFILES: Mapping[str, LaunchProfile] = {profile.name: profile for profile in (CPU_SMALL,)}
+PROFILES: Mapping[str, LaunchProfile] = {
+    profile.name: profile for profile in (CPU_SMALL, *GPU_PROFILES)
+}
 
 
 def profile_named(name: str) -> LaunchProfile:
@@ -298,7 +238,7 @@ def build_command(
     overrides = overrides or Overrides({}, {}, {})
     engine = _apply(profile.engine_for(role), overrides.engine)
     connector = _apply(profile.connector, overrides.connector)
-    environment = _apply(profile.environment, overrides.environment)
+    environment = _apply(profile.environment_for(role), overrides.environment)
     transfer = {
         "kv_connector": CONNECTOR_NAME,
         "kv_connector_module_path": CONNECTOR_MODULE,
@@ -341,16 +281,18 @@ def _apply(settings: Iterable[Setting], changes: Mapping[str, str]) -> tuple[Set
 
 
 def _value(text: str) -> Value:
-    """A scalar as JSON reads it, else the text itself."""
+    """A scalar or a list of strings as JSON reads it, else the text itself."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError:
         return text
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
     return value if isinstance(value, str | int | float | bool) else text
 
 
 def _text(value: Value) -> str:
-    return json.dumps(value) if isinstance(value, bool) else str(value)
+    return json.dumps(value) if isinstance(value, bool | tuple) else str(value)
 
 
 def _flag(item: Setting) -> list[str]:
