@@ -2,7 +2,7 @@
 #
 # PYTHON=python3.12  interpreter for the environment   VENV=.venv  where it is
 # PORT=8000          port of the proxy                 MODEL=smollm2  or tiny, or a model folder
-# ARGS="..."         more arguments for pytest or the benchmark
+# ARGS="..."         more arguments for pytest, the benchmark or the soak
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -38,7 +38,7 @@ env-fast: ## Create the environment without vLLM: enough for test-fast and lint
 	@bash $(INSTALL) fast "$(PYTHON)" "$(VENV)"
 
 test: env ## Run the whole suite, real vLLM workers included (minutes)
-	@exec $(BIN)/python -m pytest -m "not soak" $(ARGS)
+	@exec $(BIN)/python -m pytest $(ARGS)
 
 test-fast: env-fast ## Run what needs no vLLM (under a minute)
 	@exec $(BIN)/python -m pytest -m "not real" $(ARGS)
@@ -51,8 +51,8 @@ lint: env-fast ## Check style and types
 bench-reuse: env ## Measure TTFT with and without reuse on a real pair
 	@exec $(BIN)/python -m tests.bench.reuse $(ARGS)
 
-soak: env ## Run the long tests on a real pair
-	@exec $(BIN)/python -m pytest -m soak $(ARGS)
+soak: env ## Soak the stack: 500 turns, then a verdict (minutes)
+	@exec $(BIN)/python -m tests.soak $(ARGS)
 
 clean: ## Stop the stack; remove the environment, built models, logs and caches
 	@if [ -x $(BIN)/kvloop ]; then $(BIN)/kvloop down; fi
