@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import sys
 import time
@@ -63,7 +64,7 @@ def running_stack(
 ) -> Iterator[Stack]:
     """Start the stack of ``kvloop up``, its workers with these overrides; stop it at the end."""
     folder = StateFolder(directory)
-    console = Console(stderr=True, width=160)
+    console = Console(file=io.StringIO(), width=160)
 
     def plan() -> StackPlan:
         options = local.Options(model=model, port=local.free_ports(1)[0], models=models)
@@ -71,7 +72,7 @@ def running_stack(
 
     try:
         if control.start_detached(plan, folder, console) != 0:
-            sys.exit(f"the stack did not start; its logs are in {folder.logs}")
+            sys.exit(console.file.getvalue())  # type: ignore[attr-defined]
         state = folder.read_state()
         assert state is not None
         parts = {part.name: part for part in state.parts}
