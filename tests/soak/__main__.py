@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +35,8 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--logs", type=Path, help="keep the stack's state and logs here")
     chosen = options.parse_args()
+    # So that a terminated soak still stops the stack that it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
     soaks: dict[str, Soak] = {}
     with tempfile.TemporaryDirectory(prefix="kvloop-soak-") as scratch:
