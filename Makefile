@@ -38,7 +38,7 @@ env-fast: ## Create the environment without vLLM: enough for test-fast and lint
 	@bash $(INSTALL) fast "$(PYTHON)" "$(VENV)"
 
 test: env ## Run the whole suite, real vLLM workers included (minutes)
-	@exec $(BIN)/python -m pytest $(ARGS)
+	@exec $(BIN)/python -m pytest -m "not soak" $(ARGS)
 
 test-fast: env-fast ## Run what needs no vLLM (under a minute)
 	@exec $(BIN)/python -m pytest -m "not real" $(ARGS)
