@@ -2,7 +2,7 @@
 #
 # PYTHON=python3.12  interpreter for the environment   VENV=.venv  where it is
 # PORT=8000          port of the proxy                 MODEL=smollm2  or tiny, or a model folder
-# ARGS="..."         more arguments for pytest or the benchmark
+# ARGS="..."         more arguments for pytest, the benchmark or the soak
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +14,8 @@ BIN := $(VENV)/bin
 INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status chat env env-fast test test-fast lint bench-reuse bench-lookup differential soak clean
+.PHONY: help up down status chat env env-fast test test-fast lint bench-reuse bench-lookup bench-relay \
+	differential soak clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,11 +55,14 @@ bench-reuse: env ## Measure TTFT with and without reuse on a real pair
 bench-lookup: env-fast ## Measure session lookups against history length and table size
 	@exec $(BIN)/python -m tests.bench.lookup $(ARGS)
 
+bench-relay: env-fast ## Measure requests/s and added TTFT beside a fake worker asked directly
+	@exec $(BIN)/python -m tests.bench.relay $(ARGS)
+
 differential: env ## Compare over 200 generated conversations with a cold worker (minutes)
 	@exec env DIFFERENTIAL_REPORT=docs/differential.md $(BIN)/python -m pytest tests/real/test_differential.py -m soak -s $(ARGS)
 
-soak: env ## Run the long tests on a real pair
-	@exec $(BIN)/python -m pytest -m soak $(ARGS)
+soak: env ## Soak the stack: 500 turns, then a verdict (minutes)
+	@exec $(BIN)/python -m tests.soak $(ARGS)
 
 clean: ## Stop the stack; remove the environment, built models, logs and caches
 	@if [ -x $(BIN)/kvloop ]; then $(BIN)/kvloop down; fi

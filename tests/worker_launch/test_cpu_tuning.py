@@ -6,7 +6,7 @@ import queue
 import sys
 import threading
 import time
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,3 +60,156 @@ def test_a_new_request_ends_the_rest_at_once() -> None:
     cpu_tuning._wait_for_item(items, timeout=30)
     assert time.monotonic() - begun < 10
     assert items.qsize() == 1
+
+
+class AgentConfig:
+    def __init__(self) -> None:
+        self._delay = -1
+
+    @property
+    def pthrDelay(self) -> int:
+        return self._delay
+
+    @pthrDelay.setter
+    def pthrDelay(self, microseconds: int) -> None:
+        self._delay = microseconds
+
+
+class Agent:
+    """As NIXL's Python agent: takes the config class from ``nixlBind`` and sets no delay."""
+
+    def __init__(self) -> None:
+        self.config = sys.modules["nixl._api"].nixlBind.nixlAgentConfig()
+        self.config.pthrDelay = 0
+
+
+class AgentWithoutDelay:
+    def __init__(self) -> None:
+        pass
+
+
+class Platform:
+    @classmethod
+    def discover_numa_topology(cls) -> list[list[int]]:
+        return [[0, 1]]
+
+
+class Scheduler:
+    def has_finished_requests(self) -> bool:
+        return self.connector is not None  # type: ignore[attr-defined, no-any-return]
+
+
+class SchedulerWithoutPins:
+    def has_finished_requests(self) -> bool:
+        return False
+
+
+class EngineCoreProc:
+    def __init__(self) -> None:
+        self.input_queue = queue.Queue[Any]()
+        self.scheduler = scheduler()
+
+    def is_running(self) -> bool:
+        return True
+
+    def _process_engine_step(self) -> bool:
+        model_executed = False
+        if not model_executed and self.scheduler.has_requests():
+            time.sleep(0.001)
+        return model_executed
+
+
+class EngineWithOtherStep(EngineCoreProc):
+    def _process_engine_step(self) -> bool:
+        return False
+
+
+class EngineWithoutQueue(EngineCoreProc):
+    def __init__(self) -> None:
+        pass
+
+
+Modules = dict[str, ModuleType]
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Modules:
+    """What ``apply`` imports, as stand-ins of the known shape, and the switch set."""
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.distributed": {},
+        "vllm.distributed.nixl_utils": {"NixlWrapper": Agent},
+        "vllm.platforms": {},
+        "vllm.platforms.cpu": {"CpuPlatform": type("CpuPlatform", (), dict(vars(Platform)))},
+        "vllm.v1": {},
+        "vllm.v1.core": {},
+        "vllm.v1.core.sched": {},
+        "vllm.v1.core.sched.scheduler": {"Scheduler": Scheduler},
+        "vllm.v1.engine": {},
+        "vllm.v1.engine.core": {"EngineCoreProc": derived(EngineCoreProc)},
+        "nixl": {},
+        "nixl._api": {
+            "nixlBind": SimpleNamespace(nixlAgentConfig=AgentConfig),
+            "nixl_agent": Agent,
+        },
+    }
+    made = {}
+    for name, values in contents.items():
+        made[name] = ModuleType(name)
+        vars(made[name]).update(values)
+        monkeypatch.setitem(sys.modules, name, made[name])
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(made[parent], child, made[name])
+    monkeypatch.setenv(cpu_tuning.SWITCH, "1")
+    return made
+
+
+def derived(engine: type[EngineCoreProc]) -> type[EngineCoreProc]:
+    """A class with the same step in its own dictionary, so that wrapping it touches no other."""
+    step = {"_process_engine_step": engine._process_engine_step}
+    return type("EngineCoreProc", (engine,), step)
+
+
+def test_each_mend_takes_hold_once(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread rests, no core is reserved, and the engine waits, also after a second call."""
+    cpu_tuning.apply()
+    step = modules["vllm.v1.engine.core"].EngineCoreProc._process_engine_step
+    cpu_tuning.apply()
+    assert Agent().config.pthrDelay == cpu_tuning.PROGRESS_DELAY_US
+    assert modules["vllm.platforms.cpu"].CpuPlatform.discover_numa_topology() == []
+    engine = modules["vllm.v1.engine.core"].EngineCoreProc
+    assert engine._process_engine_step is step
+    waits: list[float] = []
+    monkeypatch.setattr(cpu_tuning, "_wait_for_item", lambda items, limit: waits.append(limit))
+    assert engine()._process_engine_step() is False
+    assert waits == [cpu_tuning.PINNED_POLL_S]
+
+
+def test_a_delay_that_nixl_sets_itself_is_kept(modules: Modules) -> None:
+    """Only the spinning 0 is replaced."""
+    cpu_tuning.apply()
+    config = modules["nixl._api"].nixlBind.nixlAgentConfig()
+    config.pthrDelay = 70
+    assert config.pthrDelay == 70
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value", "word"),
+    [
+        ("vllm.distributed.nixl_utils", "NixlWrapper", None, "not installed"),
+        ("nixl._api", "nixlBind", SimpleNamespace(nixlAgentConfig=object), "pthrDelay"),
+        ("nixl._api", "nixl_agent", AgentWithoutDelay, "superfluous"),
+        ("vllm.platforms.cpu", "CpuPlatform", object, "discover_numa_topology"),
+        ("vllm.v1.engine.core", "EngineCoreProc", EngineWithOtherStep, "_process_engine_step"),
+        ("vllm.v1.engine.core", "EngineCoreProc", derived(EngineWithoutQueue), "input_queue"),
+        ("vllm.v1.core.sched.scheduler", "Scheduler", SchedulerWithoutPins, "scheduler"),
+    ],
+)
+def test_an_unknown_shape_is_refused(
+    modules: Modules, module: str, name: str, value: object, word: str
+) -> None:
+    """A worker with half of the mends would look healthy and stall, so it must not start."""
+    setattr(modules[module], name, value)
+    with pytest.raises(cpu_tuning.UnknownVllm, match=word):
+        cpu_tuning.apply()
