@@ -14,11 +14,14 @@ from proxy import __version__
 from proxy.errors import openai_error
 from proxy.metrics import Metrics
 from proxy.session.table import SessionTable
+from proxy.turn.admission import Admission
 from proxy.workers.health import ModelList
 from proxy.workers.pool import Pool, Role
 
 
-def build(pool: Pool, models: ModelList, table: SessionTable, metrics: Metrics) -> FastAPI:
+def build(
+    pool: Pool, models: ModelList, table: SessionTable, metrics: Metrics, admission: Admission
+) -> FastAPI:
     """The documented surface (``/docs``), apart from the generating routes."""
     app = FastAPI(
         title="kvloop",
@@ -34,14 +37,15 @@ def build(pool: Pool, models: ModelList, table: SessionTable, metrics: Metrics) 
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Can turns be answered? 200 when a decode worker is healthy, else 503.
+        """Can turns be answered? 200 when a decode worker is healthy, else (or draining) 503.
 
         Without prefill workers or Redis turns are still answered, only without reuse: they show
         here and in the metrics, and do not take the proxy out of service.
         """
-        serving = pool.has(Role.DECODE)
+        serving = pool.has(Role.DECODE) and not admission.draining
         state: dict[str, Any] = {
             "ready": serving,
+            "draining": admission.draining,
             "table": await table.ping(),
             "workers": [
                 {
@@ -79,6 +83,8 @@ def build(pool: Pool, models: ModelList, table: SessionTable, metrics: Metrics) 
     @app.get("/metrics")
     async def show_metrics() -> Response:
         """Prometheus text format."""
+        metrics.in_flight.set(admission.in_flight)
+        metrics.queued.set(admission.queued)
         for worker in pool.workers:
             labels = (worker.name, str(worker.role))
             metrics.worker_healthy.labels(*labels).set(int(worker.healthy))

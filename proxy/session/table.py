@@ -162,12 +162,14 @@ class SessionTable:
 
     async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:
         if self._clock() < self._paused_until:
-            raise TableUnavailable("Redis failed a moment ago")
+            raise TableUnavailable("Redis failed a moment ago", unsent=True)
         try:
             return await call()
         except (RedisError, OSError, TimeoutError) as error:
             self._paused_until = self._clock() + _PAUSE_AFTER_FAILURE
-            raise TableUnavailable(f"Redis: {type(error).__name__}") from error
+            # What failed while connecting (redis-py says so in words only) was never sent.
+            unsent = "connecting to" in str(error)
+            raise TableUnavailable(f"Redis: {type(error).__name__}", unsent=unsent) from error
 
 
 def new_holding_id() -> str:

@@ -26,7 +26,11 @@ async def test_failed_pull_is_repeated_cold_unseen(serving: Serving, stream: boo
     answer = await serving.chat(NEXT, conversation_id="c", stream=stream)
     assert (answer.status, answer.text) == (200, "Fine.")
     assert (answer.route, answer.reason) == ("cold-prefill", "pull_failed")
-    legs = serving.prefill.bodies("/v1/completions")
+    while serving.app.conductor.background_tasks:
+        await asyncio.sleep(0.01)
+    assert serving.cluster.releases == 1  # the failed pull freed nothing
+    bodies = serving.prefill.bodies("/v1/completions")
+    legs = [each for each in bodies if each["prompt"] != [0]]
     assert "remote_block_ids" in legs[-2]["kv_transfer_params"]
     assert "remote_block_ids" not in legs[-1]["kv_transfer_params"]
 
