@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status chat env env-fast test test-fast lint bench-reuse soak clean
+.PHONY: help up down status chat env env-fast test test-fast lint bench-reuse bench-retention soak clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ lint: env-fast ## Check style and types
 
 bench-reuse: env ## Measure TTFT with and without reuse on a real pair
 	@exec $(BIN)/python -m tests.bench.reuse $(ARGS)
+
+bench-retention: env-fast ## Compare retention policies on synthetic traces
+	@exec $(BIN)/python -m tests.bench.retention $(ARGS)
 
 soak: env ## Run the long tests on a real pair
 	@exec $(BIN)/python -m pytest -m soak $(ARGS)

@@ -54,6 +54,7 @@ def build(
                     "healthy": worker.healthy,
                     "block_size": worker.block_size,
                     "kv_blocks": worker.kv_blocks,
+                    "pin_limit_blocks": worker.pin_limit_blocks,
                     "outstanding": worker.outstanding,
                     "error": worker.last_error or None,
                 }

@@ -30,6 +30,8 @@ class Worker:
     engine_id: str = ""
     block_size: int | None = None
     kv_blocks: int | None = None
+    pin_limit_blocks: int | None = None
+    """Most blocks its connector pins; None without our connector."""
     outstanding: int = 0
     """Turns sent and not yet finished, by this proxy."""
     render: bool | None = None
