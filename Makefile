@@ -15,7 +15,7 @@ INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help up down status chat env env-fast test test-fast lint bench-reuse bench-lookup bench-relay \
-	differential soak clean
+	bench-retention differential soak clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ bench-lookup: env-fast ## Measure session lookups against history length and tab
 
 bench-relay: env-fast ## Measure requests/s and added TTFT beside a fake worker asked directly
 	@exec $(BIN)/python -m tests.bench.relay $(ARGS)
+
+bench-retention: env-fast ## Compare retention policies on synthetic traces
+	@exec $(BIN)/python -m tests.bench.retention $(ARGS)
 
 differential: env ## Compare over 200 generated conversations with a cold worker (minutes)
 	@exec env DIFFERENTIAL_REPORT=docs/differential.md $(BIN)/python -m pytest tests/real/test_differential.py -m soak -s $(ARGS)

@@ -2,34 +2,86 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import signal
 import sys
+from collections.abc import Iterator
 
 import uvicorn
 
 from proxy import log
 from proxy.app import App
-from proxy.settings import load
+from proxy.settings import Settings, load
+
+_CUT_SECONDS = 2
+"""After the drain: for streams that are cut to close their workers' connections."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn that drains: while streams finish it still listens, and new turns get their 503.
+
+    uvicorn's own way closes the listening socket first, so that new requests meet a refused
+    connection, and raises the signal again at the end, so that the exit code is not 0.
+    """
+
+    def __init__(self, app: App, settings: Settings) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=settings.host,
+                port=settings.port,
+                loop="uvloop",
+                http="httptools",
+                lifespan="on",
+                log_config=None,
+                access_log=False,  # the turn log says more, once a turn
+                server_header=False,
+                proxy_headers=False,  # nothing here looks at the client's address
+                date_header=False,
+                timeout_graceful_shutdown=_CUT_SECONDS,
+                h11_max_incomplete_event_size=None,
+            )
+        )
+        self._app = app
+        self._drain_seconds = settings.drain_seconds
+        self._drain: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._asked_to_stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _asked_to_stop(self) -> None:
+        """The first signal drains; a second one stops at once."""
+        if self._drain is not None or not self.started:
+            self.should_exit = True
+            return
+        self._drain = asyncio.create_task(self._drain_and_exit(), name="drain")
+
+    async def _drain_and_exit(self) -> None:
+        try:
+            async with asyncio.timeout(self._drain_seconds):
+                await self._app.drain()
+        except TimeoutError:
+            log.event("drain_timeout", cut=self._app.conductor.admission.in_flight)
+        self.should_exit = True
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Serve. ``arguments``: flags, by default those of the command line."""
     settings = load(sys.argv[1:] if arguments is None else arguments)
     log.set_up(settings.log_level)
-    uvicorn.run(
-        App(settings),
-        host=settings.host,
-        port=settings.port,
-        loop="uvloop",
-        http="httptools",
-        lifespan="on",
-        log_config=None,
-        access_log=False,  # the turn log says more, once a turn
-        server_header=False,
-        proxy_headers=False,  # nothing here looks at the client's address
-        date_header=False,
-        timeout_graceful_shutdown=30,
-        h11_max_incomplete_event_size=None,
-    )
+    server = Server(App(settings), settings)
+    server.run()
+    if not server.started:
+        sys.exit(3)  # as uvicorn.run does
 
 
 if __name__ == "__main__":

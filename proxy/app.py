@@ -8,6 +8,7 @@ from proxy import log
 from proxy.api import operations
 from proxy.api.chat import ChatRoute
 from proxy.api.http import Receive, Scope, Send
+from proxy.api.stalls import StallWatch
 from proxy.metrics import Metrics
 from proxy.session.private_store import PrivateStore
 from proxy.session.table import SessionTable
@@ -63,11 +64,23 @@ class App:
             self.table, self.conductor, self.metrics, allowed=settings.reuse_enabled
         )
         self.switch.start()
+        self._stalls = StallWatch(settings.client_write_timeout_seconds)
+        self._stalls.start()
         self._chat = ChatRoute(
-            self.conductor, self.models, self.metrics, max_body_bytes=settings.max_body_bytes
+            self.conductor,
+            self.models,
+            self.metrics,
+            self._stalls,
+            max_body_bytes=settings.max_body_bytes,
+            read_timeout=settings.client_read_timeout_seconds,
         )
         self._operations = operations.build(
-            self.pool, self.models, self.table, self.metrics, lambda: self.conductor.reuse_on
+            self.pool,
+            self.models,
+            self.table,
+            self.metrics,
+            self.conductor.admission,
+            lambda: self.conductor.reuse_on,
         )
         self.health.start()
         log.event(
@@ -82,12 +95,19 @@ class App:
 
     async def stop(self) -> None:
         await self.switch.stop()
+        await self._stalls.stop()
         await self.health.stop()
         await self.conductor.close()
         await self.client.close()
         await self.table.close()
         if self._private_store is not None:
             await self._private_store.stop()
+
+    async def drain(self) -> None:
+        """Refuse new turns, say so on ``/ready``, and return when no turn is left."""
+        log.event("draining", in_flight=self.conductor.admission.in_flight)
+        self.conductor.admission.drain()
+        await self.conductor.admission.idle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -7,6 +7,7 @@
     │   ├── WorkerFailed    it answered 5xx, or something that is not an answer
     │   └── WorkerUnreachable  no connection, broken connection, or no answer in time
     ├── NoWorker            nobody healthy is left to serve: 503 with Retry-After
+    ├── Overloaded          no place, or this proxy is being stopped: 503 with Retry-After
     └── TableUnavailable    Redis did not answer; never reaches a client (the turn goes cold)
 
 Worker bodies are kept out of messages: they may hold prompts.
@@ -82,6 +83,15 @@ class NoWorker(KvloopError):
     """No healthy worker can serve the request."""
 
 
+class Overloaded(KvloopError):
+    """This proxy takes no further turn now. ``code`` says why, ``retry_after`` is in seconds."""
+
+    def __init__(self, message: str, *, code: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.code = code
+        self.retry_after = retry_after
+
+
 class TableUnavailable(KvloopError):
     """The session table did not answer in time.
 
@@ -112,6 +122,14 @@ def http_answer(error: KvloopError) -> tuple[int, bytes, str, dict[str, str]]:
         case NoWorker():
             body = openai_error(str(error), type="overloaded_error", code="no_worker")
             return 503, body, "application/json", {"Retry-After": "5"}
+        case Overloaded():
+            body = openai_error(str(error), type="overloaded_error", code=error.code)
+            return 503, body, "application/json", {"Retry-After": str(error.retry_after)}
+        case WorkerFailed(status=503):
+            body = openai_error(
+                "The model worker is overloaded.", type="overloaded_error", code="worker_overloaded"
+            )
+            return 503, body, "application/json", {"Retry-After": "1"}
         case WorkerUnreachable(timed_out=True):
             body = openai_error(
                 "The model worker did not answer in time.", type="api_error", code="worker_timeout"

@@ -76,6 +76,28 @@ class Metrics:
             ("stage",),
             registry=registry,
         )
+        self.stranded_prefills = Counter(
+            "kvloop_stranded_prefills",
+            "Prefills whose handle decode never got: prefill keeps their blocks for its lease "
+            "(30 s).",
+            ("cause",),
+            registry=registry,
+        )
+        self.refused_turns = Counter(
+            "kvloop_refused_turns",
+            "Turns refused for want of a place, or because the proxy is being stopped.",
+            ("cause",),
+            registry=registry,
+        )
+        self.retries_refused = Counter(
+            "kvloop_retries_refused",
+            "Failures that were not repeated because the retry budget was spent.",
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "kvloop_turns_in_flight", "Turns under way in this process.", registry=registry
+        )
+        self.queued = Gauge("kvloop_turns_queued", "Turns waiting for a place.", registry=registry)
         self.http_errors = Counter(
             "kvloop_http_errors", "Error answers sent to clients.", ("status",), registry=registry
         )

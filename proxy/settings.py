@@ -108,6 +108,56 @@ class Settings(BaseSettings):
         120, description="Silence between two chunks of a stream before decode counts as dead."
     )
 
+    client_read_timeout_seconds: Seconds = Field(
+        60, description="Receiving a whole request body; a trickling client holds only a socket."
+    )
+    client_write_timeout_seconds: Seconds = Field(
+        60,
+        description="A client that takes no byte for this long is cut off: while it stalls, decode "
+        "holds a slot and KV blocks for it.",
+    )
+    abandoned_prefill_seconds: Seconds = Field(
+        30,
+        description="How long a prefill that carries a handle may go on after its client left. "
+        "Cancelled while still queued it would leave decode's blocks pinned to their lease; "
+        "finished, it frees them, and only the new part of the prompt is computed for nobody.",
+    )
+
+    max_in_flight: int = Field(
+        1024,
+        ge=1,
+        description="Turns under way at once in this process. Above what the workers can run "
+        "(their max-num-seqs together) more turns only lengthen the workers' own queues.",
+    )
+    max_queued: int = Field(
+        256,
+        ge=0,
+        description="Turns that may wait for a place; the next one gets a 503 with Retry-After "
+        "at once, which a client can act on, and an endless wait it cannot.",
+    )
+    queue_timeout_seconds: Seconds = Field(
+        10, description="Longest wait for a place; then 503 with Retry-After."
+    )
+    drain_seconds: Seconds = Field(
+        25,
+        description="After SIGTERM running streams may go on for this long while new turns get a "
+        "503. Below the 30 seconds after which Kubernetes kills.",
+    )
+    retry_share: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="Repeated legs per turn that are allowed in the long run. When workers fail "
+        "all round, repeats double the load on what is left; then the first failure stands.",
+    )
+    breaker_failures: int = Field(
+        5,
+        ge=1,
+        description="Failed turns in a row before a worker that passes its health probes is left "
+        "out all the same (a dead engine behind a living HTTP server).",
+    )
+    breaker_pause_seconds: Seconds = Field(5, description="How long; then one turn tries it again.")
+
     health_interval_seconds: Seconds = Field(2, description="Pause between two health probes.")
     health_timeout_seconds: Seconds = Field(
         5, description="One health probe. Busy workers answer late; see health_failures."

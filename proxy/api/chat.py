@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from uuid import uuid4
 
@@ -15,6 +16,7 @@ from proxy.api.http import (
     read_body,
     until_client_leaves,
 )
+from proxy.api.stalls import ClientStalled, StallWatch
 from proxy.api.validate import check_chat, parse_object
 from proxy.errors import ClientError, KvloopError, http_answer
 from proxy.metrics import Metrics
@@ -29,21 +31,36 @@ class ChatRoute:
     """The route as an ASGI application."""
 
     def __init__(
-        self, conductor: Conductor, models: ModelList, metrics: Metrics, *, max_body_bytes: int
+        self,
+        conductor: Conductor,
+        models: ModelList,
+        metrics: Metrics,
+        stalls: StallWatch,
+        *,
+        max_body_bytes: int,
+        read_timeout: float,
     ) -> None:
         self._conductor = conductor
         self._models = models
         self._metrics = metrics
+        self._stalls = stalls
         self._limit = max_body_bytes
+        self._read_timeout = read_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = Response(send)
         headers = dict(scope["headers"])
         request_id = _request_id(headers)
         try:
-            turn = self._admit(
-                await read_body(scope, receive, limit=self._limit), headers, request_id
+            async with asyncio.timeout(self._read_timeout):
+                data = await read_body(scope, receive, limit=self._limit)
+            turn = self._admit(data, headers, request_id)
+        except TimeoutError:
+            late = ClientError(
+                "The request body did not arrive in time.", status=408, code="request_timeout"
             )
+            await self._fail(response, late, {"X-Request-Id": request_id, "Connection": "close"})
+            return
         except KvloopError as error:
             await self._fail(response, error, {"X-Request-Id": request_id})
             return
@@ -51,11 +68,16 @@ class ChatRoute:
             return
         outcome = "error"
         try:
-            await until_client_leaves(self._conductor.perform(turn, response), receive)
+            with self._stalls.watching(response):
+                await until_client_leaves(self._conductor.perform(turn, response), receive)
             outcome = "stream_error" if turn.kept == "stream_error" else "ok"
         except ClientGone:
             outcome = "client_left"
             self._conductor.abandon(turn)
+        except ClientStalled:
+            outcome = "client_stalled"
+            self._conductor.abandon(turn)
+            response.cut()
         except KvloopError as error:
             await self._fail(response, error, turn.headers())
         except Exception:

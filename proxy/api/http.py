@@ -7,6 +7,7 @@ task per chunk, and a client that leaves is noticed at every stage.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -54,6 +55,8 @@ class Response:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.begun = False
+        self.writing_since = 0.0
+        """Monotonic time at which the write now under way began; 0 between writes."""
 
     async def begin(self, content_type: str, headers: dict[str, str], status: int = 200) -> None:
         self.begun = True
@@ -65,7 +68,19 @@ class Response:
         await self._send({"type": "http.response.start", "status": status, "headers": fields})
 
     async def write(self, data: bytes, *, last: bool = False) -> None:
+        # A stamp for ``stalls``: a timer for each chunk would cost more than the chunk.
+        self.writing_since = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        self.writing_since = 0.0
+
+    def cut(self) -> None:
+        """Drop the connection at once: closing it politely waits for what the client never takes.
+
+        ASGI has no such call; uvicorn's ``send`` belongs to the object that holds the transport.
+        """
+        transport = getattr(getattr(self._send, "__self__", None), "transport", None)
+        if transport is not None:
+            transport.abort()
 
 
 async def until_client_leaves(work: Awaitable[None], receive: Receive) -> None:

@@ -15,6 +15,7 @@ from proxy import __version__
 from proxy.errors import openai_error
 from proxy.metrics import Metrics
 from proxy.session.table import SessionTable
+from proxy.turn.admission import Admission
 from proxy.workers.health import ModelList
 from proxy.workers.pool import Pool, Role
 
@@ -24,6 +25,7 @@ def build(
     models: ModelList,
     table: SessionTable,
     metrics: Metrics,
+    admission: Admission,
     reuse_on: Callable[[], bool],
 ) -> FastAPI:
     """The documented surface (``/docs``), apart from the generating routes."""
@@ -41,14 +43,15 @@ def build(
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Can turns be answered? 200 when a decode worker is healthy, else 503.
+        """Can turns be answered? 200 when a decode worker is healthy, else (or draining) 503.
 
         Without prefill workers or Redis turns are still answered, only without reuse: they show
         here and in the metrics, and do not take the proxy out of service.
         """
-        serving = pool.has(Role.DECODE)
+        serving = pool.has(Role.DECODE) and not admission.draining
         state: dict[str, Any] = {
             "ready": serving,
+            "draining": admission.draining,
             "table": await table.ping(),
             "reuse": reuse_on(),
             "workers": [
@@ -58,6 +61,7 @@ def build(
                     "healthy": worker.healthy,
                     "block_size": worker.block_size,
                     "kv_blocks": worker.kv_blocks,
+                    "pin_limit_blocks": worker.pin_limit_blocks,
                     "outstanding": worker.outstanding,
                     "error": worker.last_error or None,
                 }
@@ -87,6 +91,8 @@ def build(
     @app.get("/metrics")
     async def show_metrics() -> Response:
         """Prometheus text format."""
+        metrics.in_flight.set(admission.in_flight)
+        metrics.queued.set(admission.queued)
         for worker in pool.workers:
             labels = (worker.name, str(worker.role))
             metrics.worker_healthy.labels(*labels).set(int(worker.healthy))

@@ -45,6 +45,7 @@ from proxy.session.identity import Identity
 from proxy.session.table import SessionTable, new_holding_id
 from proxy.settings import Settings
 from proxy.turn import tokenise, wire
+from proxy.turn.admission import Admission, RetryBudget
 from proxy.turn.plan import ColdPrefill, DecodeOnly, PrefillWithPull, TurnPlan
 from proxy.turn.planner import (
     Limits,
@@ -64,6 +65,9 @@ _RELEASE_TIMEOUT = 30.0
 _ABORT_SETTLES = 1.0
 """Seconds between closing a prefill leg's connection and releasing its handle: vLLM must have
 aborted the request, or it could still be reading the blocks that decode frees."""
+_LAST_WORDS_SECONDS = 0.05
+"""How long a plain answer may still arrive after its client left: decode may have finished and
+pinned blocks in that very moment, and only the answer says which."""
 _DONE_END = b"data: [DONE]\n\n"
 
 
@@ -86,7 +90,7 @@ class Turn:
 
     route: str = ""
     reason: Reason = Reason.NEW_SESSION
-    stage: str = "tokenise"
+    stage: str = "queue"
     prompt_tokens: int = 0
     reused_tokens: int = 0
     pulled_tokens: int | None = None
@@ -97,6 +101,10 @@ class Turn:
     attempts: int = 0
     ttft: float | None = None
     kept: str = ""
+    claimed: Holding | None = None
+    """A holding taken out of the table that prefill has neither pulled nor released yet."""
+    handed_over: bool = True
+    """False between prefill's answer and decode's first sign of life."""
     legs: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -158,13 +166,21 @@ class Conductor:
         self._canary = Canary(settings.canary_fraction, client, metrics)
         self.reuse_on = settings.reuse_enabled
         """May change at any time (``proxy/switch.py``)."""
+        self._retries = RetryBudget(settings.retry_share)
+        self.admission = Admission(
+            metrics,
+            max_in_flight=settings.max_in_flight,
+            max_queued=settings.max_queued,
+            wait_seconds=settings.queue_timeout_seconds,
+        )
 
     async def close(self) -> None:
         """Let releases that are under way finish, for a moment."""
         if self._background:
             await asyncio.wait(self._background, timeout=5)
-        for task in self._background:
+        for task in list(self._background):
             task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
 
     @property
     def background_tasks(self) -> int:
@@ -172,16 +188,30 @@ class Conductor:
 
     async def perform(self, turn: Turn, sink: Sink) -> None:
         """Answer a turn through ``sink``. Raises ``KvloopError`` if nothing was sent."""
-        decode = self._pool.choose(Role.DECODE)
+        async with self.admission.place():
+            self._retries.turn()
+            try:
+                await self._perform(turn, sink)
+            finally:
+                if turn.claimed is not None:
+                    self._release_later(turn, turn.claimed)
+                    turn.claimed = None
+
+    async def _perform(self, turn: Turn, sink: Sink) -> None:
+        turn.stage = "tokenise"
+        now = time.monotonic()
+        decode = self._pool.choose(Role.DECODE, now=now)
         if decode is None:
             raise NoWorker("No decode worker is healthy.")
-        prefill = self._pool.choose(Role.PREFILL)
+        prefill = self._pool.choose(Role.PREFILL, now=now)
         plan: TurnPlan
         prompt: _Prompt | None = None
         if reason := may_split(turn.body):
             plan = DecodeOnly(reason)
         elif prefill is None:
             plan = DecodeOnly(Reason.NO_PREFILL_WORKER)
+        elif not decode.transfers_allowed(now):
+            plan = DecodeOnly(Reason.TRANSFER_BLOCKED)
         else:
             prompt, miss = await self._tokenise(turn, (prefill, decode))
             turn.prompt_tokens = len(prompt.tokens) if prompt else 0
@@ -195,12 +225,20 @@ class Conductor:
             handle = await self._prefill(turn, plan, prompt, prefill)
             turn.stage = "decode"
             turn.decode_worker = decode.name
+            turn.handed_over = handle is None
             try:
                 with _busy(decode):
                     await self._decode(turn, decode, handle, prompt, sink)
                 return
+            except WorkerRefused:
+                decode.answered()  # its verdict is about the request, and proves it alive
+                raise
             except _Repeatable as failure:
+                self._decode_failed(turn, decode, failure.error, with_handle=handle is not None)
                 if turn.attempts >= 2:
+                    raise failure.error from failure
+                if not self._retries.spend():
+                    self._metrics.retries_refused.inc()
                     raise failure.error from failure
                 cause = type(failure.error).__name__
                 self._metrics.cold_retries.labels("decode", cause).inc()
@@ -209,13 +247,40 @@ class Conductor:
                 )
                 # A handle that decode may have read once is void: prefill makes a new one.
                 refused_workers.append(decode.name)
-                again = self._pool.choose(Role.DECODE, avoid=refused_workers)
+                now = time.monotonic()
+                again = self._pool.choose(Role.DECODE, avoid=refused_workers, now=now)
                 if again is None:
                     raise failure.error from failure
                 decode = again
                 if not isinstance(plan, DecodeOnly):
-                    plan = ColdPrefill(Reason.DECODE_RETRIED)
+                    if decode.transfers_allowed(now):
+                        plan = ColdPrefill(Reason.DECODE_RETRIED)
+                    else:
+                        plan = DecodeOnly(Reason.TRANSFER_BLOCKED)
                     self._adopt(turn, plan)
+
+    def _decode_failed(
+        self, turn: Turn, worker: Worker, error: WorkerError, *, with_handle: bool
+    ) -> None:
+        settings, now = self._settings, time.monotonic()
+        if with_handle and not turn.handed_over:
+            self._metrics.stranded_prefills.labels("decode_failed").inc()
+        self._failed(worker, error)
+        if with_handle and isinstance(error, WorkerFailed) and error.status != 503:
+            worker.transfer_failed(
+                now, limit=settings.pull_failures, pause=settings.pull_pause_seconds
+            )
+
+    def _failed(self, worker: Worker, error: WorkerError) -> None:
+        """Count a failed call towards the worker's breaker. A full queue (503) is not a fault."""
+        if isinstance(error, WorkerFailed) and error.status == 503:
+            return
+        if worker.turn_failed(
+            time.monotonic(),
+            limit=self._settings.breaker_failures,
+            pause=self._settings.breaker_pause_seconds,
+        ):
+            log.event("breaker_open", worker=worker.name, error=str(error))
 
     # Tokenise and plan.
 
@@ -233,6 +298,7 @@ class Conductor:
                     ids = await self._rendered(worker, body)
                     break
                 except (WorkerFailed, WorkerUnreachable) as error:
+                    self._failed(worker, error)
                     log.event("tokenise_failed", request=turn.request_id, error=str(error))
         if ids is None:
             return None, Reason.NOT_TOKENISED
@@ -281,6 +347,8 @@ class Conductor:
             except TableUnavailable:
                 miss = Reason.TABLE_UNAVAILABLE
         holding = match.holding if match else None
+        if holding is not None and holding.handle is not None:
+            turn.claimed = holding
         plan = plan_turn(
             match=match,
             holder=self._pool.holder(
@@ -290,10 +358,11 @@ class Conductor:
             limits=self._limits,
             pull_allowed=prefill.pulls_allowed(time.monotonic()),
         )
-        if holding is not None and holding.handle is not None and not _spends(plan):
+        if turn.claimed is not None and not _spends(plan):
             # Most likely its process is gone, and prefill learns that in milliseconds. But a turn
             # that ended before the restart was noticed carries the old epoch and a live pin.
-            self._release_later(turn, holding)
+            self._release_later(turn, turn.claimed)
+            turn.claimed = None
         return plan
 
     async def _claim(
@@ -348,12 +417,12 @@ class Conductor:
             turn.prefill_worker = worker.name
             try:
                 with _busy(worker), self._leg(turn, "prefill"):
-                    answer = await self._prefill_call(turn, worker, prompt, pull, release)
-            except asyncio.CancelledError:
-                self._release_unread(turn, pull, release, pause=_ABORT_SETTLES)
-                raise
+                    if warm:
+                        answer = await self._warm_call(turn, worker, prompt, pull, release)
+                    else:
+                        answer = await self._prefill_call(turn, worker, prompt, None, None)
             except WorkerRefused:
-                self._release_unread(turn, pull, release)
+                worker.answered()
                 if prompt is None:
                     raise  # prefill saw the client's own request: its verdict stands
                 # Prefill will not take ids that it produced itself (context limit, say). Decode
@@ -371,6 +440,7 @@ class Conductor:
                 self._metrics.cold_retries.labels(
                     "warm_prefill" if warm else "prefill", type(error).__name__
                 ).inc()
+                self._failed(worker, error)
                 if warm:
                     worker.pull_failed(
                         time.monotonic(),
@@ -379,17 +449,27 @@ class Conductor:
                     )
                     if pull is not None:
                         turn.route, turn.reason = ColdPrefill.route, Reason.PULL_FAILED
-                    answered = isinstance(error, WorkerFailed)
-                    self._release_unread(
-                        turn, pull, release, pause=0 if answered else _ABORT_SETTLES
-                    )
                     pull = release = None
+                    if turn.claimed is not None:
+                        # A failed read frees nothing on decode.
+                        answered = isinstance(error, WorkerFailed)
+                        self._release_later(
+                            turn,
+                            turn.claimed,
+                            avoid=worker.name,
+                            pause=0 if answered else _ABORT_SETTLES,
+                        )
+                        turn.claimed = None
                 else:
                     tried.append(worker.name)
                     if len(tried) >= 2:
                         self._fall_to_decode(turn, Reason.PREFILL_FAILED)
                         return None
-                again = self._pool.choose(Role.PREFILL, avoid=tried)
+                    if not self._retries.spend():
+                        self._metrics.retries_refused.inc()
+                        self._fall_to_decode(turn, Reason.PREFILL_FAILED)
+                        return None
+                again = self._pool.choose(Role.PREFILL, avoid=tried, now=time.monotonic())
                 if again is None or again.name in tried:
                     self._fall_to_decode(turn, Reason.PREFILL_FAILED)
                     return None
@@ -397,6 +477,7 @@ class Conductor:
                 continue
             break
         if warm:
+            turn.claimed = None
             worker.pull_succeeded()
             if release is not None:
                 self._metrics.releases.labels("with_prefill").inc()
@@ -408,6 +489,46 @@ class Conductor:
         total, pulled, local = wire.reported_reuse(handle)
         turn.reused_tokens, turn.pulled_tokens, turn.prefill_cached_tokens = total, pulled, local
         return handle
+
+    async def _warm_call(
+        self,
+        turn: Turn,
+        worker: Worker,
+        prompt: _Prompt | None,
+        pull: PrefillWithPull | None,
+        release: Holding | None,
+    ) -> dict[str, Any]:
+        """A prefill that carries a handle is not cancelled with its turn.
+
+        Measured: cancelled before prefill's scheduler took it up, decode's blocks stay pinned to
+        the end of their lease; a moment later, they are freed. From here the two look alike, and
+        a release on top of a read shows on decode as a read of freed blocks.
+        """
+        call = asyncio.ensure_future(self._prefill_call(turn, worker, prompt, pull, release))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            holding, turn.claimed = turn.claimed, None
+            self._in_background(
+                self._abandoned_prefill(turn, worker, call, holding), "abandoned prefill"
+            )
+            raise
+
+    async def _abandoned_prefill(
+        self,
+        turn: Turn,
+        worker: Worker,
+        call: asyncio.Future[dict[str, Any]],
+        holding: Holding | None,
+    ) -> None:
+        try:
+            with _busy(worker):
+                async with asyncio.timeout(self._settings.abandoned_prefill_seconds):
+                    await call
+            self._metrics.stranded_prefills.labels("client_left").inc()
+        except (WorkerError, TimeoutError):
+            if holding is not None:
+                await self._release(str(turn.body["model"]), holding, pause=_ABORT_SETTLES)
 
     async def _prefill_call(
         self,
@@ -484,23 +605,49 @@ class Conductor:
         prompt: PromptTokens | None,
         sink: Sink,
     ) -> None:
+        call = asyncio.ensure_future(
+            self._client.call(
+                worker,
+                CHAT_PATH,
+                body,
+                timeout=self._settings.first_byte_timeout_seconds,
+                headers=headers,
+            )
+        )
         try:
             with self._leg(turn, "decode"):
-                answer = await self._client.call(
-                    worker,
-                    CHAT_PATH,
-                    body,
-                    timeout=self._settings.first_byte_timeout_seconds,
-                    headers=headers,
-                )
+                answer = await asyncio.shield(call)
         except (WorkerFailed, WorkerUnreachable) as error:
             raise _Repeatable(error) from error
+        except asyncio.CancelledError:
+            self._in_background(self._last_words(turn, worker, call), "last words")
+            raise
         worker.answered()
-        await self._keep_surely(turn, worker, prompt, wire.ending_of_answer(turn.body, answer))
+        self._handed_over(turn, worker)
+        await self._carry_through(
+            self._keep(turn, worker, prompt, wire.ending_of_answer(turn.body, answer)), "keep"
+        )
         clean = wire.client_answer(answer, client_asked_ids=bool(turn.body.get("return_token_ids")))
         self._first_content(turn)
         await sink.begin("application/json", turn.headers())
         await sink.write(orjson.dumps(clean), last=True)
+
+    async def _last_words(
+        self, turn: Turn, worker: Worker, call: asyncio.Future[dict[str, Any]]
+    ) -> None:
+        """Abort decode's call, unless its answer is there: then give back what it kept."""
+        try:
+            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                answer = await call
+        except (WorkerError, TimeoutError):
+            return
+        await self._unkeep(turn, worker, wire.ending_of_answer(turn.body, answer))
+
+    async def _unkeep(self, turn: Turn, worker: Worker, ending: wire.Ending) -> None:
+        """Release what decode kept for a client that has left: its turn is not in the table."""
+        handle = usable_handle(ending.handle)
+        if handle is not None:
+            await self._release(str(turn.body["model"]), self._holding(worker, None, handle))
 
     async def _decode_stream(
         self,
@@ -525,36 +672,50 @@ class Conductor:
                 headers=headers,
             ) as response:
                 timeout = settings.first_byte_timeout_seconds
-                while True:
-                    data = await self._client.read_some(worker, response, timeout=timeout)
-                    block = splitter.feed(data) if data else splitter.flush()
-                    if block:
-                        if not begun:
-                            held.append(block)
-                            if not self._committed(worker, block):
-                                continue
-                            block = b"".join(held)
-                            turn.legs["decode"] = time.monotonic() - sent
-                            self._first_content(turn)
-                            await sink.begin(
-                                response.headers.get("Content-Type", "text/event-stream"),
-                                turn.headers(),
-                            )
-                            begun = True
-                            timeout = settings.chunk_timeout_seconds
-                        if not kept and (TURN_EVENT_PREFIX in block or block.endswith(_DONE_END)):
-                            block, event = take_turn_event(block)
-                            kept = True
-                            ending = wire.ending_of_event(event)
-                            await self._keep_surely(turn, worker, prompt, ending)
-                        if block.startswith(b'data: {"error"'):
-                            self._metrics.stream_errors.inc()
-                            turn.kept = "stream_error"
-                            log.event("stream_error", request=turn.request_id, worker=worker.name)
+                try:
+                    while True:
+                        data = await self._client.read_some(worker, response, timeout=timeout)
+                        block = splitter.feed(data) if data else splitter.flush()
                         if block:
-                            await sink.write(block)
-                    if not data:
-                        break
+                            if not begun:
+                                self._handed_over(turn, worker)
+                                held.append(block)
+                                if not self._committed(worker, block):
+                                    continue
+                                block = b"".join(held)
+                                turn.legs["decode"] = time.monotonic() - sent
+                                self._first_content(turn)
+                                await sink.begin(
+                                    response.headers.get("Content-Type", "text/event-stream"),
+                                    turn.headers(),
+                                )
+                                begun = True
+                                timeout = settings.chunk_timeout_seconds
+                            if not kept and (
+                                TURN_EVENT_PREFIX in block or block.endswith(_DONE_END)
+                            ):
+                                block, event = take_turn_event(block)
+                                kept = True
+                                await self._carry_through(
+                                    self._keep(turn, worker, prompt, wire.ending_of_event(event)),
+                                    "keep",
+                                )
+                            if block.startswith(b'data: {"error"'):
+                                self._metrics.stream_errors.inc()
+                                turn.kept = "stream_error"
+                                log.event(
+                                    "stream_error", request=turn.request_id, worker=worker.name
+                                )
+                            if block:
+                                await sink.write(block)
+                        if not data:
+                            break
+                except asyncio.CancelledError:
+                    if not kept and (rest := self._client.arrived(response)):
+                        _, event = take_turn_event(splitter.feed(rest))
+                        ending = wire.ending_of_event(event)
+                        self._in_background(self._unkeep(turn, worker, ending), "unkeep")
+                    raise
                 if not begun:
                     raise WorkerFailed(worker.name, 200, "ended its stream without content")
                 worker.answered()
@@ -587,12 +748,6 @@ class Conductor:
         return False
 
     # What decode kept.
-
-    async def _keep_surely(
-        self, turn: Turn, worker: Worker, prompt: PromptTokens | None, ending: wire.Ending
-    ) -> None:
-        """``_keep``, also when the client leaves meanwhile: decode has its pin already."""
-        await asyncio.shield(self._in_background(self._keep(turn, worker, prompt, ending), "keep"))
 
     async def _keep(
         self, turn: Turn, worker: Worker, prompt: PromptTokens | None, ending: wire.Ending
@@ -679,31 +834,19 @@ class Conductor:
         if won and holding.handle is not None:
             await self._release(str(turn.body["model"]), holding)
 
-    def _release_later(self, turn: Turn, holding: Holding, *, pause: float = 0) -> None:
-        work = self._release(str(turn.body["model"]), holding, pause=pause)
+    def _release_later(
+        self, turn: Turn, holding: Holding, *, avoid: str = "", pause: float = 0
+    ) -> None:
+        work = self._release(str(turn.body["model"]), holding, avoid=avoid, pause=pause)
         self._in_background(work, "release")
 
-    def _release_unread(
-        self,
-        turn: Turn,
-        pull: PrefillWithPull | None,
-        release: Holding | None,
-        *,
-        pause: float = 0,
+    async def _release(
+        self, model: str, holding: Holding, *, avoid: str = "", pause: float = 0
     ) -> None:
-        """A prefill leg ended badly: decode may not have heard that its blocks are free.
-
-        If it has, a second notification for the same request changes nothing there.
-        """
-        holding = pull.holding if pull is not None else release
-        if holding is not None:
-            self._release_later(turn, holding, pause=pause)
-
-    async def _release(self, model: str, holding: Holding, *, pause: float = 0) -> None:
         """Have a prefill worker tell decode that the blocks are free."""
         await asyncio.sleep(pause)
         result = "no_prefill_worker"
-        worker = self._pool.choose(Role.PREFILL)
+        worker = self._pool.choose(Role.PREFILL, avoid=[avoid])
         if worker is not None and worker.pulls_allowed(time.monotonic()):
             try:
                 await self._client.call(
@@ -713,14 +856,23 @@ class Conductor:
                     timeout=_RELEASE_TIMEOUT,
                 )
                 result = "sent"
+                worker.pull_succeeded()
             except WorkerError as error:
                 result = "failed"
+                worker.pull_failed(
+                    time.monotonic(),
+                    limit=self._settings.pull_failures,
+                    pause=self._settings.pull_pause_seconds,
+                )
                 log.event("release_failed", holding=holding.id, error=str(error))
         self._metrics.releases.labels(result).inc()
 
     def abandon(self, turn: Turn) -> None:
         """The client left. Called by the route after the turn was cancelled."""
         self._metrics.client_disconnects.labels(turn.stage).inc()
+        if turn.stage == "decode" and not turn.handed_over:
+            # Decode may not have seen the request: then prefill waits for its lease.
+            self._metrics.stranded_prefills.labels("client_left").inc()
 
     # Book-keeping.
 
@@ -788,8 +940,23 @@ class Conductor:
     def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._background_ended)
         return task
+
+    def _background_ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.event("background_failed", task=task.get_name(), error=repr(error))
+
+    async def _carry_through(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Finish ``work`` even if the turn is cancelled meanwhile: half done, it would leak."""
+        task = self._in_background(work, name)
+        await asyncio.shield(task)
+
+    def _handed_over(self, turn: Turn, worker: Worker) -> None:
+        if not turn.handed_over:
+            turn.handed_over = True
+            worker.transfer_succeeded()
 
 
 def _spends(plan: TurnPlan) -> bool:

@@ -61,6 +61,8 @@ class Reason(StrEnum):
     if there was an elsewhere."""
 
     # One worker does it all.
+    TRANSFER_BLOCKED = "transfer_blocked"
+    """Reads of this decode worker from prefill failed lately and are paused."""
     MULTIPLE_CHOICES = "multiple_choices"
     """n > 1 or beam search: one handle cannot serve several sequences."""
     PROMPT_LOGPROBS = "prompt_logprobs"

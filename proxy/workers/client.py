@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
@@ -124,6 +124,12 @@ class WorkerClient:
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise WorkerUnreachable(worker.name, f"stream broke: {_kind(error)}") from error
+
+    def arrived(self, response: aiohttp.ClientResponse) -> bytes:
+        """What has arrived and was not read yet."""
+        with suppress(aiohttp.ClientError, OSError, RuntimeError):
+            return response.content.read_nowait()
+        return b""
 
     @asynccontextmanager
     async def _open(

@@ -33,6 +33,8 @@ class Worker:
     engine_id: str = ""
     block_size: int | None = None
     kv_blocks: int | None = None
+    pin_limit_blocks: int | None = None
+    """Most blocks its connector pins; None without our connector."""
     outstanding: int = 0
     """Turns sent and not yet finished, by this proxy."""
     render: bool | None = None
@@ -43,6 +45,11 @@ class Worker:
     _failed_probes: int = field(default=0, repr=False)
     _failed_pulls: int = field(default=0, repr=False)
     _pulls_paused_until: float = field(default=0.0, repr=False)
+    _failed_turns: int = field(default=0, repr=False)
+    _left_out_until: float = field(default=0.0, repr=False)
+    _pause: float = field(default=0.0, repr=False)
+    _failed_transfers: int = field(default=0, repr=False)
+    _transfers_paused_until: float = field(default=0.0, repr=False)
 
     def probe_succeeded(self) -> bool:
         """True when this brought the worker (back) into service."""
@@ -68,6 +75,39 @@ class Worker:
     def answered(self) -> None:
         """An answer to a turn proves life better than any probe."""
         self._failed_probes = 0
+        self._failed_turns = 0
+        self._left_out_until = 0.0
+
+    def turn_failed(self, now: float, *, limit: int, pause: float) -> bool:
+        """A turn's call failed. True when this opened the breaker: left out for ``pause``."""
+        self._failed_turns += 1
+        if self._failed_turns < limit:
+            return False
+        self._pause = pause
+        self._left_out_until = now + pause
+        return True
+
+    def in_favour(self, now: float) -> bool:
+        """Is the breaker closed, or is it time for a trial?"""
+        return now >= self._left_out_until
+
+    def chosen(self, now: float) -> None:
+        """The worker was given a turn: of an open breaker one trial a pause, whatever it brings."""
+        if self._left_out_until:
+            self._left_out_until = now + self._pause
+
+    def transfer_failed(self, now: float, *, limit: int, pause: float) -> None:
+        """Decode failed on a turn that it should have read from prefill."""
+        self._failed_transfers += 1
+        if self._failed_transfers >= limit:
+            self._transfers_paused_until = now + pause
+            self._failed_transfers = limit - 1
+
+    def transfer_succeeded(self) -> None:
+        self._failed_transfers = 0
+
+    def transfers_allowed(self, now: float) -> bool:
+        return now >= self._transfers_paused_until
 
     def handle_seen(self, engine_id: str) -> None:
         """The engine id in a handle. A new one means a new process, known before any probe."""
@@ -96,20 +136,29 @@ class Pool:
         self._by_name = {worker.name: worker for worker in self.workers}
         self._turn = 0
 
-    def choose(self, role: Role, *, avoid: Iterable[str] = ()) -> Worker | None:
+    def choose(
+        self, role: Role, *, avoid: Iterable[str] = (), now: float | None = None
+    ) -> Worker | None:
         """The healthy worker with the fewest outstanding turns; those in ``avoid`` only if alone.
 
-        Equals take turns, so that a quiet pool is used evenly.
+        With ``now``, workers whose breaker is open are chosen only when there is no other: a
+        breaker is a preference, only a probe takes a worker out of service. Equals take turns, so
+        that a quiet pool is used evenly.
         """
         healthy = [each for each in self.workers if each.role is role and each.healthy]
         avoided = set(avoid)
         candidates = [each for each in healthy if each.name not in avoided] or healthy
+        if now is not None:
+            candidates = [each for each in candidates if each.in_favour(now)] or candidates
         if not candidates:
             return None
         self._turn += 1
         offset = self._turn % len(candidates)
         rotated = candidates[offset:] + candidates[:offset]
-        return min(rotated, key=lambda each: each.outstanding)
+        best = min(rotated, key=lambda each: each.outstanding)
+        if now is not None:
+            best.chosen(now)
+        return best
 
     def holder(self, name: str, engine_id: str) -> HolderState:
         """The state of the worker that a holding names, seen from the planner.

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from tests.fakes.worker import MODEL
-from tests.proxy.conftest import Serving
+from tests.proxy.conftest import Serve, Serving
 from tests.proxy.test_turns import LONG, user
 
 
@@ -98,3 +98,41 @@ async def test_the_proxy_serves_on_after_fifty_departures(serving: Serving) -> N
     assert all(worker.outstanding == 0 for worker in serving.app.pool.workers)
     names = {task.get_name() for task in asyncio.all_tasks()}
     assert "client watcher" not in names
+
+
+async def test_leaving_during_a_warm_prefill_still_frees_decode(serving: Serving) -> None:
+    """The prefill that carries a handle is finished, so that decode's blocks are freed."""
+    await serving.chat([user(LONG)], conversation_id="c")
+    serving.prefill.knobs.prefill_delay = 0.1
+    body = {"messages": [user(LONG), {"role": "assistant", "content": "Fine."}, user("And?")]}
+    turn = asyncio.create_task(serving.chat(body["messages"], conversation_id="c"))
+    while len(serving.prefill.bodies("/v1/completions")) < 2:
+        await asyncio.sleep(0.005)
+    turn.cancel()
+    await asyncio.gather(turn, return_exceptions=True)
+    await settled(serving, 1)
+    while serving.app.conductor.background_tasks:
+        await asyncio.sleep(0.01)
+    assert serving.decode.pinned() == 0
+    assert len(serving.decode.bodies("/v1/chat/completions")) == 1
+
+
+async def test_a_client_that_stops_reading_is_cut_off(serve: Serve) -> None:
+    """A stalled client does not hold a decode slot: its stream is aborted after the timeout."""
+    serving = await serve(client_write_timeout_seconds=0.2)
+    serving.decode.knobs.answer = "x" * 200_000
+    body = orjson.dumps({"model": MODEL, "messages": [user(LONG)], "stream": True})
+    _reader, writer = await asyncio.open_connection("127.0.0.1", serving.port, limit=1024)
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        + body
+    )
+    await writer.drain()
+    while not serving.decode.open_requests:
+        await asyncio.sleep(0.01)
+    while serving.decode.open_requests:
+        await asyncio.sleep(0.01)
+    page = (await serving.get("/metrics")).body.decode()
+    assert 'outcome="client_stalled"' in page
+    assert serving.app.conductor.admission.in_flight == 0
+    writer.transport.abort()
