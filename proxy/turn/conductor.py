@@ -847,6 +847,10 @@ class Conductor:
         await asyncio.sleep(pause)
         result = "no_prefill_worker"
         worker = self._pool.choose(Role.PREFILL, avoid=[avoid])
+        if worker is None or not worker.pulls_allowed(time.monotonic()):
+            # Nobody can carry it now; the pin outlives most pauses.
+            await asyncio.sleep(self._settings.pull_pause_seconds)
+            worker = self._pool.choose(Role.PREFILL, avoid=[avoid])
         if worker is not None and worker.pulls_allowed(time.monotonic()):
             try:
                 await self._client.call(

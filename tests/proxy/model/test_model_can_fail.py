@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -50,7 +51,10 @@ def release_dropped(patch: Patch) -> None:
 
 
 def unread_handle_forgotten(patch: Patch) -> None:
-    patch.setattr(Conductor, "_release_unread", lambda *given, **more: None)
+    async def ended(self: object, turn: object, worker: object, call: object, held: object) -> None:
+        await asyncio.wait([call])  # type: ignore[type-var]
+
+    patch.setattr(Conductor, "_abandoned_prefill", ended)
 
 
 def late_commit_taken_for_none(patch: Patch) -> None:
