@@ -25,15 +25,15 @@ from tests.soak.stack import Stack
 
 HANG_SECONDS = 60.0
 CONVERSATIONS = 6
-RUNNERS = 2
+RUNNERS = 3
 LONGEST_CONVERSATION = 10
 LONG_CONVERSATION = 22
 """Messages. Every sixth conversation is a long one."""
 QUESTION_WORDS = (6, 8, 12, 12, 20, 30, 60)
 FIRST_QUESTION_WORDS = (20, 40, 60, 120, 240)
-ANSWER_TOKENS = (4, 6, 8, 16)
-GIVE_UP_AFTER_CHUNKS = 3
-CHECK_EVERY_PLAIN_TURN = 12
+ANSWER_TOKENS = (2, 4, 6, 10)
+GIVE_UP_AFTER_CHUNKS = 2
+CHECK_EVERY_PLAIN_TURN = 20
 """Turns between two answers that are compared with a cold one: each costs a whole prefill."""
 WORDS = (  # noqa: SIM905
     "river stone window garden letter music winter bread mountain clock paper silver child "
