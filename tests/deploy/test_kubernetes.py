@@ -68,7 +68,7 @@ def test_kustomize_builds(folder: str) -> None:
 
 
 def test_the_proxies_list_is_the_workers() -> None:
-    """Each address in the proxy's settings is a pod of a StatefulSet behind its headless service."""
+    """Each address in the proxy's settings is a pod behind its headless service."""
     generated = documents(BASE / "kustomization.yaml")[0]["configMapGenerator"][0]["literals"]
     urls = dict(item.split("=", 1) for item in generated)
     for role, key in (("prefill", "KVLOOP_PREFILL_URLS"), ("decode", "KVLOOP_DECODE_URLS")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import ClassVar
 
 import pytest
 
@@ -12,7 +13,7 @@ from kvloop import drain, probe
 
 
 class Page(BaseHTTPRequestHandler):
-    pages: list[str] = []
+    pages: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
         page = self.pages.pop(0) if len(self.pages) > 1 else self.pages[0]
