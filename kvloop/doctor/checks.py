@@ -233,6 +233,12 @@ def _plugin(facts: Facts) -> Iterator[Finding]:
     if facts.decode.error is None:
         if facts.decode.has_our_connector:
             yield _ok("connector on decode", "pins are limited to a share of the blocks")
+        elif probe.decode is None:
+            yield _skip(
+                "connector on decode",
+                "its metrics show only after a first request",
+                "run the doctor with its probe",
+            )
         else:
             yield _warn(
                 "connector on decode",

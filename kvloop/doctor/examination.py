@@ -48,6 +48,8 @@ async def gather_facts(request: Request) -> Facts:
                 tokens=max(request.probe_tokens, request.pull_threshold + 16),
                 timeout=request.timeout_seconds,
             )
+            # A worker shows some metrics only after its first request.
+            decode = await gather.metrics_again(session, decode)
     channels = (("prefill", spoken.prefill_side_channel), ("decode", spoken.decode_side_channel))
     reach = [await gather.reach(role, at, 5) for role, at in channels if at is not None]
     return Facts(

@@ -8,6 +8,7 @@ import resource
 import shutil
 import socket
 import time
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,18 @@ async def worker(session: aiohttp.ClientSession, role: str, url: str) -> WorkerF
         config=await _told_config(session, url) or local_config(url),
         clock_ahead_seconds=ahead,
     )
+
+
+async def metrics_again(session: aiohttp.ClientSession, known: WorkerFacts) -> WorkerFacts:
+    """The worker with a fresh metrics page, for which our connector's gauges are awaited."""
+    for _ in range(10):
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with session.get(known.url + "/metrics") as response:
+                known = replace(known, metrics=await response.text())
+        if known.has_our_connector:
+            break
+        await asyncio.sleep(0.2)
+    return known
 
 
 async def _json(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:
