@@ -31,8 +31,8 @@ def test_no_interleaving_reads_wrong_kv_or_forgets_a_pin() -> None:
 
 def test_likely_histories_read_no_wrong_kv_and_do_pull() -> None:
     """The same with steps weighted as clients behave; a failing seed is one history."""
-    pulled = sum(play(seed) for seed in range(200))
-    assert pulled > 10_000
+    pulled = sum(play(seed) for seed in range(100))
+    assert pulled > 5_000
 
 
 @pytest.mark.soak
