@@ -122,5 +122,5 @@ def test_a_fault_put_in_on_purpose_is_found(
 
 def _search() -> None:
     # Two faults need rare coincidences: the seeds that showed them come first, to save time.
-    for seed in (344, 68, *range(2000)):
+    for seed in (344, 1397, *range(2000)):
         play(seed)
