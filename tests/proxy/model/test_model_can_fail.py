@@ -105,10 +105,13 @@ def tokens_ahead_believed(patch: Patch) -> None:
         (tokens_ahead_believed, "other tokens"),
         (adapter_left_out_of_the_scope, "other tokens"),
         (claim_without_del, "read of blocks that were read"),
-        (late_commit_taken_for_none, "read of blocks that were read"),
+        # Two need coincidences that a search may take minutes to meet.
+        pytest.param(
+            late_commit_taken_for_none, "read of blocks that were read", marks=pytest.mark.soak
+        ),
         (expiry_lost, "read of blocks that were read"),
         (release_dropped, "without an owner"),
-        (unread_handle_forgotten, "without an owner"),
+        pytest.param(unread_handle_forgotten, "without an owner", marks=pytest.mark.soak),
     ],
 )
 def test_a_fault_put_in_on_purpose_is_found(
@@ -121,6 +124,6 @@ def test_a_fault_put_in_on_purpose_is_found(
 
 
 def _search() -> None:
-    # Two faults need rare coincidences: the seeds that showed them come first, to save time.
+    # The seeds that once showed the two rare faults come first.
     for seed in (344, 1397, *range(2000)):
         play(seed)
