@@ -18,7 +18,7 @@ from math import ceil
 from typing import Any
 
 from proxy.session.holding import Holding, Match
-from proxy.turn.plan import ColdPrefill, DecodeOnly, PrefillWithPull, TurnPlan
+from proxy.turn.plan import ColdPrefill, PrefillWithPull, TurnPlan
 from proxy.turn.reasons import Reason
 
 
@@ -138,10 +138,6 @@ def plan_turn(
     tokens, blocks = cut
     reason = Reason.HISTORY_GREW if match.complete else Reason.HISTORY_CUT
     return PrefillWithPull(reason, holding, tokens, blocks)
-
-
-def one_worker(reason: Reason, release: Holding | None = None) -> DecodeOnly:
-    return DecodeOnly(reason, release)
 
 
 def _cut(match: Match, block_size: int | None) -> tuple[int, int] | None:
