@@ -686,7 +686,7 @@ class Conductor:
                                 turn.legs["decode"] = time.monotonic() - sent
                                 self._first_content(turn)
                                 await sink.begin(
-                                    response.headers.get("Content-Type", "text/event-stream"),
+                                    response.content_type or "text/event-stream",
                                     turn.headers(),
                                 )
                                 begun = True

@@ -35,6 +35,28 @@ class Sample:
     seconds: float = 0.0
     ttft: list[float] = field(default_factory=list)
     errors: int = 0
+    cpu: float = 0.0
+
+
+def cpu_seconds(root: int) -> float:
+    """Processor time of a process and all its descendants so far, in seconds."""
+    children: dict[int, list[int]] = {}
+    used: dict[int, float] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            children.setdefault(int(fields[1]), []).append(int(entry))
+            used[int(entry)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    total, waiting = 0.0, [root]
+    while waiting:
+        each = waiting.pop()
+        total += used.get(each, 0.0)
+        waiting += children.get(each, [])
+    return total
 
 
 def request(prompt_bytes: int) -> bytes:
@@ -109,7 +131,8 @@ def row(name: str, samples: list[Sample]) -> str:
     errors = sum(each.errors for each in samples)
     middle = statistics.median(ttft) * 1000 if ttft else float("nan")
     high = ttft[int(len(ttft) * 0.99)] * 1000 if ttft else float("nan")
-    return f"| {name} | {rate:,.0f} | {middle:.1f} | {high:.1f} | {errors} |"
+    cpu = 1000 * sum(each.cpu for each in samples) / max(1, sum(each.requests for each in samples))
+    return f"| {name} | {rate:,.0f} | {middle:.1f} | {high:.1f} | {cpu:.2f} | {errors} |"
 
 
 def main() -> None:
@@ -143,22 +166,25 @@ def main() -> None:
             running.append(subprocess.Popen(proxy, env=environment, stderr=nowhere))
         wait_for(ours, "/ready")
         targets = {"worker, asked directly": decode, "kvloop": ours}
+        pids = {"worker, asked directly": running[1].pid, "kvloop": running[2].pid}
         if chosen.router:
             command = chosen.router.format(p=urls[0], d=urls[1], port=other).split()
             with open(os.devnull, "w") as nowhere:
                 running.append(subprocess.Popen(command, stdout=nowhere, stderr=nowhere))
             wait_for(other, "/health")
             targets["other router"] = other
+            pids["other router"] = running[3].pid
         for clients in chosen.clients:
             samples: dict[str, list[Sample]] = {name: [] for name in targets}
             for _ in range(chosen.rounds):
                 for name, port in targets.items():
-                    samples[name].append(
-                        uvloop.run(round_of(port, clients, chosen.seconds, chosen.prompt_bytes))
-                    )
+                    before = cpu_seconds(pids[name])
+                    one = uvloop.run(round_of(port, clients, chosen.seconds, chosen.prompt_bytes))
+                    one.cpu = cpu_seconds(pids[name]) - before
+                    samples[name].append(one)
             print(f"\n{clients} clients, {chosen.prompt_bytes} bytes, {chosen.chunks} chunks\n")
-            print("| target | requests/s | TTFT p50, ms | TTFT p99, ms | errors |")
-            print("|---|---|---|---|---|")
+            print("| target | requests/s | TTFT p50, ms | TTFT p99, ms | CPU ms/request | errors |")
+            print("|---|---|---|---|---|---|")
             for name in targets:
                 print(row(name, samples[name]))
     finally:

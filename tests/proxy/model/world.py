@@ -536,7 +536,7 @@ class _Stream:
     """A 200 answer in pieces."""
 
     def __init__(self, script: Script, handle: dict[str, Any] | None) -> None:
-        self.headers = {"Content-Type": "text/event-stream"}
+        self.content_type = "text/event-stream"
         content = {"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": None}]}
         self.parts = [b"data: " + orjson.dumps(content) + b"\n\n"]
         if script.plugin:
