@@ -25,6 +25,7 @@ from proxy.errors import TableUnavailable
 from proxy.session.fingerprint import DIGEST_BYTES, PromptTokens, anchors
 from proxy.session.holding import Holding, decode, encode
 from proxy.session.identity import Identity
+from proxy.session.redis_link import RedisLink, Script
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ not every turn."""
 
 # Reads, claims nothing: several turns may see one holding, and only one will claim it. Ids whose
 # holding is gone (claimed or expired) are dropped on the way, or a busy list would fill with them.
-_FIND_BY_CONVERSATION = """
+_FIND_BY_CONVERSATION = Script("""
 local found = {}
 for _, id in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
   local record = redis.call('GET', ARGV[1] .. id)
@@ -54,12 +55,12 @@ for _, id in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
   end
 end
 return found
-"""
+""")
 
 # The prompt's digests come as one argument: a key for each of thousands of spans would cost the
 # client more than the search costs the server. All keys are in the scope's slot, as KEYS[1] is.
 # Lists go newest first; of the longest shared prefix the newest live holding is taken.
-_FIND_BY_PREFIX = """
+_FIND_BY_PREFIX = Script("""
 local prefix, size, digests = KEYS[1], tonumber(ARGV[2]), ARGV[3]
 for last = #digests, size, -size do
   local key = prefix .. string.sub(digests, last - size + 1, last)
@@ -71,10 +72,10 @@ for last = #digests, size, -size do
   end
 end
 return {}
-"""
+""")
 
 # One script, so that no reader sees an index entry without its holding or the reverse.
-_COMMIT = """
+_COMMIT = Script("""
 local ttl = tonumber(ARGV[2])
 redis.call('SET', ARGV[1], ARGV[4], 'PX', ttl)
 for position, key in ipairs(KEYS) do
@@ -83,7 +84,7 @@ for position, key in ipairs(KEYS) do
   if redis.call('PTTL', key) < ttl then redis.call('PEXPIRE', key, ttl) end
 end
 return 1
-"""
+""")
 
 
 class SessionTable:
@@ -98,22 +99,20 @@ class SessionTable:
             socket_connect_timeout=timeout_seconds,
             # A retry would spend the time in which the turn could have been prefilled.
             retry=Retry(NoBackoff(), 0),
-            max_connections=4096,
         )
+        self._link = RedisLink(url, timeout_seconds=timeout_seconds)
         self._clock = clock
         self._paused_until = 0.0
-        self._find_by_conversation = self._redis.register_script(_FIND_BY_CONVERSATION)
-        self._find_by_prefix = self._redis.register_script(_FIND_BY_PREFIX)
-        self._commit = self._redis.register_script(_COMMIT)
 
     async def find(self, identity: Identity, prompt: PromptTokens) -> list[Holding]:
         """Holdings that may serve this prompt, newest first. Nothing is claimed yet."""
         scope = _scope_prefix(identity)
         if identity.conversation:
             reply = await self._guard(
-                lambda: self._find_by_conversation(
-                    keys=[scope + b"c:" + identity.conversation.hex().encode()],
-                    args=[scope + b"h:"],
+                lambda: self._link.run(
+                    _FIND_BY_CONVERSATION,
+                    [scope + b"c:" + identity.conversation.hex().encode()],
+                    [scope + b"h:"],
                 )
             )
         else:
@@ -121,8 +120,8 @@ class SessionTable:
             if not digests:
                 return []
             reply = await self._guard(
-                lambda: self._find_by_prefix(
-                    keys=[scope + b"a:"], args=[scope + b"h:", DIGEST_BYTES, digests]
+                lambda: self._link.run(
+                    _FIND_BY_PREFIX, [scope + b"a:"], [scope + b"h:", DIGEST_BYTES, digests]
                 )
             )
         pairs = zip(reply[::2], reply[1::2], strict=True)
@@ -135,7 +134,7 @@ class SessionTable:
         gets 1. A handle is good for a single read on decode: it is never put back.
         """
         key = _scope_prefix(identity) + b"h:" + holding.id.encode()
-        return bool(await self._guard(lambda: self._redis.delete(key)))
+        return bool(await self._guard(lambda: self._link.command("DEL", key)))
 
     async def commit(self, identity: Identity, holding: Holding, *, ttl_seconds: float) -> bool:
         """Make a holding findable until its blocks expire.
@@ -153,9 +152,10 @@ class SessionTable:
         if not keys:
             return False
         await self._guard(
-            lambda: self._commit(
-                keys=keys,
-                args=[
+            lambda: self._link.run(
+                _COMMIT,
+                keys,
+                [
                     scope + b"h:" + holding.id.encode(),
                     max(1, int(ttl_seconds * 1000)),
                     holding.id,
@@ -184,6 +184,7 @@ class SessionTable:
             return False
 
     async def close(self) -> None:
+        await self._link.close()
         await self._redis.aclose()
 
     async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:
