@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+from starlette.types import Receive, Scope, Send
+
 from proxy import log
 from proxy.api import admin, operations
 from proxy.api.chat import ChatRoute
-from proxy.api.http import Receive, Scope, Send
+from proxy.api.http import Route
 from proxy.api.stalls import StallWatch
 from proxy.metrics import Metrics
 from proxy.session.private_store import PrivateStore
@@ -22,10 +24,9 @@ from proxy.workers.pool import Pool, Role, Worker
 
 
 class App:
-    """The proxy as an ASGI application.
+    """The proxy: ``routes`` answer turns, everything else is an ASGI application (FastAPI).
 
-    Generating routes go straight to their handler; everything else to FastAPI. ``start`` and
-    ``stop`` are driven by the server's lifespan, or directly by a test.
+    ``start`` and ``stop`` are driven by the server's lifespan, or directly by a test.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -36,6 +37,8 @@ class App:
             [_worker(url, Role.PREFILL) for url in settings.prefill_urls]
             + [_worker(url, Role.DECODE) for url in settings.decode_urls]
         )
+        self.routes: dict[bytes, Route] = {}
+        """By path, for POST; there is none before ``start``."""
         self._private_store: PrivateStore | None = None
 
     async def start(self) -> None:
@@ -67,7 +70,7 @@ class App:
         self.switch.start()
         self._stalls = StallWatch(settings.client_write_timeout_seconds)
         self._stalls.start()
-        self._chat = ChatRoute(
+        self.routes[CHAT_PATH.encode()] = ChatRoute(
             self.conductor,
             self.models,
             self.metrics,
@@ -107,8 +110,6 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
-        elif scope["path"] == CHAT_PATH and scope.get("method") == "POST":
-            await self._chat(scope, receive, send)
         else:
             await self._operations(scope, receive, send)
 

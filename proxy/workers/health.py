@@ -63,16 +63,18 @@ class ModelList:
 
     def __init__(self) -> None:
         self._by_worker: dict[str, list[dict[str, Any]]] = {}
+        self._names: set[Any] = set()
 
     def update(self, worker: str, entries: list[dict[str, Any]]) -> None:
         self._by_worker[worker] = entries
+        self._names = {e.get("id") for each in self._by_worker.values() for e in each}
 
     @property
     def known(self) -> bool:
         return bool(self._by_worker)
 
     def serves(self, model: str) -> bool:
-        return any(e.get("id") == model for entries in self._by_worker.values() for e in entries)
+        return model in self._names
 
     def page(self) -> dict[str, Any]:
         merged = {e.get("id"): e for entries in self._by_worker.values() for e in entries}

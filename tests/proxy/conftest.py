@@ -14,6 +14,7 @@ import pytest
 import redis.asyncio
 import uvicorn
 
+from proxy.api import http
 from proxy.app import App
 from proxy.settings import Settings
 from tests.fakes.worker import MODEL, Cluster, FakeWorker
@@ -111,7 +112,14 @@ class Serving:
 async def running(app: App) -> AsyncIterator[tuple[App, int]]:
     """Serve the proxy on a free port, with all its workers seen healthy; gives app and port."""
     server = uvicorn.Server(
-        uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="on")
+        uvicorn.Config(
+            app,
+            host="127.0.0.1",
+            port=0,
+            http=http.protocol(app.routes),
+            log_config=None,
+            lifespan="on",
+        )
     )
     server.capture_signals = nullcontext  # type: ignore[method-assign]  # pytest keeps its own
     task = asyncio.create_task(server.serve())
