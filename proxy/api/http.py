@@ -73,8 +73,8 @@ class Exchange:
         for name, value in self.headers:
             if name == b"content-length" and value.isdigit() and int(value) > limit:
                 raise _too_large(limit)
-        if not self._received and not self.disconnected:
-            self._limit = limit
+        self._limit = limit
+        if not self._received and self._size <= limit and not self.disconnected:
             if self._expects:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._arrival = asyncio.get_running_loop().create_future()
@@ -248,6 +248,8 @@ class _Protocol(HttpToolsProtocol):
         if before is None or before.response_complete:
             self._start_asgi_task(self.cycle, cast(Any, route))
         else:
+            # As uvicorn does: what waits stays small. Until its turn comes nobody reads, so that a
+            # client which sends in a row and leaves is noticed when it is written to.
             self.flow.pause_reading()
             self.pipeline.appendleft((self.cycle, cast(Any, route)))
 

@@ -357,7 +357,7 @@ class _Connection(asyncio.Protocol):
         response.answered = True
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if response.ended:
                 self.abort()  # garbage behind a whole answer
             else:

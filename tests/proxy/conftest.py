@@ -13,6 +13,7 @@ import orjson
 import pytest
 import redis.asyncio
 import uvicorn
+import uvloop
 
 from proxy.api import http
 from proxy.app import App
@@ -135,6 +136,15 @@ async def running(app: App) -> AsyncIterator[tuple[App, int]]:
     finally:
         server.should_exit = True
         await task
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The proxy runs on uvloop; the client to workers is tested there and on asyncio's loop."""
+    if item.path.name == "test_http1.py":
+        return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 Serve = Callable[..., Awaitable[Serving]]
