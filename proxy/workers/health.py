@@ -101,6 +101,12 @@ class HealthLoop:
         self._timeout = timeout
         self._failures = failures
         self._tasks: list[asyncio.Task[None]] = []
+        self._unasked = len(workers)
+        self._all_asked = asyncio.Event()
+
+    async def first_round(self) -> None:
+        """Return when every worker has been asked once; each question has its time limit."""
+        await self._all_asked.wait()
 
     def start(self) -> None:
         self._tasks = [
@@ -118,6 +124,10 @@ class HealthLoop:
         while True:
             await self.probe(worker, facts=probes % _FACTS_EVERY == 0)
             probes += 1
+            if probes == 1:
+                self._unasked -= 1
+                if not self._unasked:
+                    self._all_asked.set()
             await asyncio.sleep(self._interval)
 
     async def probe(self, worker: Worker, *, facts: bool) -> None:
