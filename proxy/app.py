@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from starlette.types import Receive, Scope, Send
-
 from proxy import log
 from proxy.api import admin, operations
 from proxy.api.chat import ChatRoute
-from proxy.api.http import Route
+from proxy.api.http import Receive, Scope, Send
 from proxy.api.stalls import StallWatch
+from proxy.gauges import StateGauges
 from proxy.metrics import Metrics
 from proxy.session.private_store import PrivateStore
 from proxy.session.table import SessionTable
@@ -24,9 +23,10 @@ from proxy.workers.pool import Pool, Role, Worker
 
 
 class App:
-    """The proxy: ``routes`` answer turns, everything else is an ASGI application (FastAPI).
+    """The proxy as an ASGI application.
 
-    ``start`` and ``stop`` are driven by the server's lifespan, or directly by a test.
+    Generating routes go straight to their handler; everything else to FastAPI. ``start`` and
+    ``stop`` are driven by the server's lifespan, or directly by a test.
     """
 
     def __init__(self, settings: Settings, *, know_workers_first: bool = False) -> None:
@@ -39,8 +39,6 @@ class App:
             [_worker(url, Role.PREFILL) for url in settings.prefill_urls]
             + [_worker(url, Role.DECODE) for url in settings.decode_urls]
         )
-        self.routes: dict[bytes, Route] = {}
-        """By path, for POST; there is none before ``start``."""
         self._private_store: PrivateStore | None = None
 
     async def start(self) -> None:
@@ -70,9 +68,11 @@ class App:
             self.table, self.conductor, self.metrics, allowed=settings.reuse_enabled
         )
         self.switch.start()
+        self.gauges = StateGauges(self.metrics, self.pool, self.conductor.admission, self.table)
+        self.gauges.start()
         self._stalls = StallWatch(settings.client_write_timeout_seconds)
         self._stalls.start()
-        self.routes[CHAT_PATH.encode()] = ChatRoute(
+        self._chat = ChatRoute(
             self.conductor,
             self.models,
             self.metrics,
@@ -98,6 +98,7 @@ class App:
     async def stop(self) -> None:
         await self.switch.stop()
         await self._stalls.stop()
+        await self.gauges.stop()
         await self.health.stop()
         await self.conductor.close()
         await self.client.close()
@@ -114,6 +115,8 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
+        elif scope["path"] == CHAT_PATH and scope.get("method") == "POST":
+            await self._chat(scope, receive, send)
         else:
             await self._operations(scope, receive, send)
 

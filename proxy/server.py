@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
                 host=settings.host,
                 port=settings.port,
                 loop="uvloop",
-                http=http.protocol(app.routes),
+                http=http.protocol,
                 lifespan="on",
                 log_config=None,
                 access_log=False,  # the turn log says more, once a turn

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from uuid import uuid4
 
 from proxy import log
-from proxy.api.http import ClientGone, Exchange
+from proxy.api.http import (
+    ClientGone,
+    Receive,
+    Response,
+    Scope,
+    Send,
+    read_body,
+    until_client_leaves,
+)
 from proxy.api.stalls import ClientStalled, StallWatch
 from proxy.api.validate import check_chat, parse_object
 from proxy.errors import ClientError, KvloopError, http_answer
@@ -20,7 +29,7 @@ _MAX_REQUEST_ID = 128
 
 
 class ChatRoute:
-    """The route; called with each exchange."""
+    """The route as an ASGI application."""
 
     def __init__(
         self,
@@ -39,21 +48,29 @@ class ChatRoute:
         self._limit = max_body_bytes
         self._read_timeout = read_timeout
 
-    async def __call__(self, exchange: Exchange) -> None:
-        headers = dict(exchange.headers)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = Response(send)
+        headers = dict(scope["headers"])
         request_id = _request_id(headers)
         try:
-            data = await exchange.body(limit=self._limit, timeout=self._read_timeout)
+            async with asyncio.timeout(self._read_timeout):
+                data = await read_body(scope, receive, limit=self._limit)
             turn = self._admit(data, headers, request_id)
+        except TimeoutError:
+            late = ClientError(
+                "The request body did not arrive in time.", status=408, code="request_timeout"
+            )
+            await self._fail(response, late, {"X-Request-Id": request_id, "Connection": "close"})
+            return
         except KvloopError as error:
-            await self._fail(exchange, error, {"X-Request-Id": request_id})
+            await self._fail(response, error, {"X-Request-Id": request_id})
             return
         except ClientGone:
             return
         outcome = "error"
         try:
-            with self._stalls.watching(exchange):
-                await exchange.while_connected(self._conductor.perform(turn, exchange))
+            with self._stalls.watching(response):
+                await until_client_leaves(self._conductor.perform(turn, response), receive)
             outcome = "stream_error" if turn.kept == "stream_error" else "ok"
         except ClientGone:
             outcome = "client_left"
@@ -61,15 +78,14 @@ class ChatRoute:
         except ClientStalled:
             outcome = "client_stalled"
             self._conductor.abandon(turn)
-            exchange.cut()
+            response.cut()
         except KvloopError as error:
-            await self._fail(exchange, error, turn.headers())
+            await self._fail(response, error, turn.headers())
         except Exception:
             log.exception("turn_crashed", request=request_id)
-            if exchange.begun:
-                exchange.cut()
-            else:
-                await self._fail(exchange, KvloopError(), {"X-Request-Id": request_id})
+            if response.begun:
+                raise
+            await self._fail(response, KvloopError(), {"X-Request-Id": request_id})
         finally:
             self._conductor.finished(turn, outcome)
 
@@ -91,11 +107,11 @@ class ChatRoute:
             )
         return Turn(body=body, identity=identity, request_id=request_id, started=started)
 
-    async def _fail(self, exchange: Exchange, error: KvloopError, headers: dict[str, str]) -> None:
+    async def _fail(self, response: Response, error: KvloopError, headers: dict[str, str]) -> None:
         status, body, content_type, extra = http_answer(error)
         self._metrics.http_errors.labels(str(status)).inc()
-        await exchange.begin(content_type, {**headers, **extra}, status)
-        await exchange.write(body, last=True)
+        await response.begin(content_type, {**headers, **extra}, status)
+        await response.write(body, last=True)
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:

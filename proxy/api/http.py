@@ -1,32 +1,149 @@
-"""[io] The little of HTTP that the hot path needs, on uvicorn's connection but not through ASGI.
+"""[io] The little of HTTP that the hot path needs, directly on ASGI, and below it where possible.
 
-uvicorn parses requests and keeps the connections; what stands between a worker's bytes and a
-client's socket is one object. No message dictionaries, no task that waits for the client to leave,
-the head in one write with the first bytes of the answer and the last bytes with its end.
+No framework stands between a worker's bytes and a client's socket: no middleware that buffers, no
+task per chunk, and a client that leaves is noticed at every stage. On our own server (``protocol``)
+a POST is an ``Exchange``: still an ASGI request for whoever wants one, but the functions here speak
+to it directly. That saves the message dictionaries, the task that waits for the client to leave,
+and two writes of each answer: the head goes with the first bytes and the end with the last.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any, cast
+from urllib.parse import unquote
 
-from uvicorn.protocols.http.flow_control import FlowControl
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from proxy import log
 from proxy.errors import ClientError
 
-_STATUS = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n" for each in HTTPStatus}
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_STATUS = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in HTTPStatus}
 
 
 class ClientGone(Exception):
     """The client closed its connection."""
 
 
+async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
+    """The whole request body. Raises ``ClientError`` (413) over ``limit`` bytes, ``ClientGone``."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise _too_large(limit)
+    if (exchange := _exchange(receive)) is not None:
+        return await exchange.body(limit)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        if not message.get("more_body"):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_large(limit: int) -> ClientError:
+    return ClientError(
+        f"The request body is larger than {limit} bytes.", status=413, code="request_too_large"
+    )
+
+
+class Response:
+    """An answer in the making: ``begin`` once, ``write`` until ``last``."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._exchange = _exchange(send)
+        self.begun = False
+        self.writing_since = 0.0
+        """Monotonic time at which the write now under way began to wait; 0 between writes."""
+
+    async def begin(self, content_type: str, headers: dict[str, str], status: int = 200) -> None:
+        self.begun = True
+        fields = [(b"content-type", content_type.encode())]
+        fields += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        if content_type.startswith("text/event-stream"):
+            # Middle boxes that buffer would undo streaming (nginx reads this header).
+            fields += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        if self._exchange is not None:
+            self._exchange.start(status, fields)
+        else:
+            await self._send({"type": "http.response.start", "status": status, "headers": fields})
+
+    async def write(self, data: bytes, *, last: bool = False) -> None:
+        exchange = self._exchange
+        if exchange is not None:
+            if exchange.blocked:
+                # A stamp for ``stalls``: a timer for each chunk would cost more than the chunk.
+                self.writing_since = time.monotonic()
+                await exchange.unblocked()
+                self.writing_since = 0.0
+            exchange.put(data, last=last)
+            return
+        self.writing_since = time.monotonic()
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        self.writing_since = 0.0
+
+    def cut(self) -> None:
+        """Drop the connection at once: a polite end waits for what the client never takes.
+
+        ASGI has no such call; on another server the connection is left to it.
+        """
+        if self._exchange is not None:
+            self._exchange.cut()
+
+
+async def until_client_leaves(work: Awaitable[None], receive: Receive) -> None:
+    """Run ``work``; cancel it when the client disconnects, and then raise ``ClientGone``.
+
+    The request body must have been read: what ``receive`` gives next can only be a disconnect.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    if (exchange := _exchange(receive)) is not None:
+        await exchange.while_connected(work, task)
+        return
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch(), name="client watcher")
+    try:
+        await work
+    except asyncio.CancelledError:
+        if gone and task.uncancel() == 0:
+            raise ClientGone from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+def _exchange(method: Receive | Send) -> Exchange | None:
+    owner = getattr(method, "__self__", None)
+    return owner if isinstance(owner, Exchange) else None
+
+
 class Exchange:
-    """A request and its answer: ``body`` once, ``begin`` once, ``write`` until ``last``.
+    """A request and its answer on one connection of our server.
 
     Takes the place of uvicorn's ``RequestResponseCycle``; the fields in the first block are those
     that its protocol reads and writes.
@@ -35,7 +152,7 @@ class Exchange:
     def __init__(
         self,
         protocol: _Protocol,
-        headers: list[tuple[bytes, bytes]],
+        scope: Scope,
         *,
         expects: bool,
         keep_alive: bool,
@@ -45,14 +162,10 @@ class Exchange:
         self.disconnected = False
         self.keep_alive = keep_alive
 
-        self.headers = headers
-        """Names in lower case."""
-        self.begun = False
-        self.writing_since = 0.0
-        """Monotonic time at which a write began to wait for the client; 0 while none waits."""
+        self._scope = scope
         self._protocol = protocol
         self._transport = protocol.transport
-        self._flow: FlowControl = protocol.flow
+        self._flow = protocol.flow
         self._expects = expects
         self._chunked = chunked
         self._parts: list[bytes] = []
@@ -61,32 +174,16 @@ class Exchange:
         self._limit: int | None = None
         self._arrival: asyncio.Future[None] | None = None
         self._working: asyncio.Task[Any] | None = None
-        self._head: list[str] = []
+        self._started = False
+        self._head: list[bytes] = []
 
-    # The route's side.
+    # For the functions above.
 
-    async def body(self, *, limit: int, timeout: float) -> bytes:
-        """The whole request body, of at most ``limit`` bytes, within ``timeout`` seconds.
-
-        Raises ``ClientError`` (413, 408), ``ClientGone``.
-        """
-        for name, value in self.headers:
-            if name == b"content-length" and value.isdigit() and int(value) > limit:
-                raise _too_large(limit)
+    async def body(self, limit: int) -> bytes:
+        """The whole request body. Raises ``ClientError`` (413), ``ClientGone``."""
         self._limit = limit
-        if not self._received and self._size <= limit and not self.disconnected:
-            if self._expects:
-                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._arrival = asyncio.get_running_loop().create_future()
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._arrival
-            except TimeoutError:
-                raise ClientError(
-                    "The request body did not arrive in time.", status=408, code="request_timeout"
-                ) from None
-            finally:
-                self._arrival = None
+        if not self._received and self._size <= limit:
+            await self._arrived_or_gone()
         if self.disconnected:
             raise ClientGone
         if self._size > limit:
@@ -94,10 +191,8 @@ class Exchange:
         parts, self._parts = self._parts, []
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def while_connected(self, work: Awaitable[None]) -> None:
-        """Do ``work``; when the client disconnects it is cancelled and ``ClientGone`` raised."""
-        task = self._working = asyncio.current_task()
-        assert task is not None
+    async def while_connected(self, work: Awaitable[None], task: asyncio.Task[Any]) -> None:
+        self._working = task
         if self.disconnected:
             task.cancel()
         try:
@@ -109,66 +204,84 @@ class Exchange:
         finally:
             self._working = None
 
-    async def begin(self, content_type: str, headers: dict[str, str], status: int = 200) -> None:
+    def start(self, status: int, fields: list[tuple[bytes, bytes]]) -> None:
         """Status and headers. They leave with the first bytes that are written."""
-        self.begun = True
-        head = [_STATUS[status], f"content-type: {content_type}\r\n"]
-        head += [f"{name}: {value}\r\n" for name, value in headers.items()]
-        if content_type.startswith("text/event-stream"):
-            # Middle boxes that buffer would undo streaming (nginx reads this header).
-            head.append("cache-control: no-cache\r\nx-accel-buffering: no\r\n")
-        if any(line.count("\n") != 1 for line in head[1 : 2 + len(headers)]):
+        self._started = True
+        head = [_STATUS[status]]
+        head += [b"%b: %b\r\n" % field for field in fields]
+        if b"".join(head).count(b"\n") != len(head):
             raise ValueError("a header's name or value holds a line break")
+        for name, value in fields:
+            if name == b"content-length":
+                self._chunked = False
+            elif name == b"connection" and value.lower() == b"close":
+                self.keep_alive = False
         self._head = head
 
-    async def write(self, data: bytes, *, last: bool = False) -> None:
-        """Send bytes of the answer; waits while the client takes none."""
-        if self._flow.write_paused and not self.disconnected:
-            # A stamp for ``stalls``: a timer for each chunk would cost more than the chunk.
-            self.writing_since = time.monotonic()
-            await self._flow.drain()
-            self.writing_since = 0.0
+    @property
+    def blocked(self) -> bool:
+        """Does the client take no bytes at the moment?"""
+        return self._flow.write_paused and not self.disconnected
+
+    async def unblocked(self) -> None:
+        await self._flow.drain()
+
+    def put(self, data: bytes, *, last: bool) -> None:
+        """Send bytes of the answer. Nothing happens when the client has gone."""
         if self.disconnected:
             return
-        head = b""
-        if self._head:
-            head = self._finished_head(len(data) if last else None)
-        if self._chunked:
+        head = self._whole_head(len(data) if last else None) if self._head else b""
+        if not self._chunked:
+            if head or data:
+                self._transport.write(head + data)
+        elif data:
             end = b"\r\n0\r\n\r\n" if last else b"\r\n"
-            if data:
-                self._transport.write(b"%b%x\r\n%b%b" % (head, len(data), data, end))
-            elif last:
-                self._transport.write(head + end[2:])
-            elif head:
-                self._transport.write(head)
-        elif head or data:
-            self._transport.write(head + data)
+            self._transport.write(b"%b%x\r\n%b%b" % (head, len(data), data, end))
+        elif last:
+            self._transport.write(head + b"0\r\n\r\n")
         if last:
-            self._complete()
+            self.response_complete = True
+            if not self.keep_alive:
+                self._transport.close()
+            self._protocol.answered(self)
 
-    def _finished_head(self, length: int | None) -> bytes:
+    def _whole_head(self, length: int | None) -> bytes:
         head, self._head = self._head, []
         if not self._received:
             self.keep_alive = False  # the rest of the request would be taken for the next one
-        if length is not None:
+        if self._chunked and length is not None:
             self._chunked = False
-            head.append(f"content-length: {length}\r\n")
+            head.append(b"content-length: %d\r\n" % length)
         elif self._chunked:
-            head.append("transfer-encoding: chunked\r\n")
+            head.append(b"transfer-encoding: chunked\r\n")
         if not self.keep_alive:
-            head.append("connection: close\r\n")
-        head.append("\r\n")
-        return "".join(head).encode("latin-1")
+            head.append(b"connection: close\r\n")
+        head.append(b"\r\n")
+        return b"".join(head)
 
     def cut(self) -> None:
-        """Drop the connection at once: a polite end waits for what the client never takes."""
         self._transport.abort()
 
-    def _complete(self) -> None:
-        self.response_complete = True
-        if not self.keep_alive:
-            self._transport.close()
-        self._protocol.answered(self)
+    # As an ASGI request.
+
+    async def receive(self) -> Message:
+        if not self._received or self.response_complete:
+            await self._arrived_or_gone()
+        if self._parts or (self._received and self._limit is None):
+            self._limit = self._size  # given away: what comes next is a disconnect
+            parts, self._parts = self._parts, []
+            return {"type": "http.request", "body": b"".join(parts), "more_body": False}
+        if not self.disconnected and not self.response_complete:
+            await self._arrived_or_gone()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.start(message["status"], list(message.get("headers", ())))
+        else:
+            if self.blocked:
+                await self.unblocked()
+            self.put(message.get("body", b""), last=not message.get("more_body", False))
 
     # The protocol's side.
 
@@ -179,49 +292,56 @@ class Exchange:
         self._parts.append(data)
         self._size += len(data)
         if self._limit is not None and self._size > self._limit:
-            self._arrived()
+            self._wake()
 
     def received(self) -> None:
         """That was the last piece."""
         self._received = True
-        self._arrived()
+        self._wake()
 
     def gone(self) -> None:
         """The client closed its connection."""
         if not self.response_complete:
             self.disconnected = True
-            self._arrived()
+            self._wake()
             if self._working is not None:
                 self._working.cancel()
 
-    def _arrived(self) -> None:
+    async def _arrived_or_gone(self) -> None:
+        if self.disconnected:
+            return
+        if self._expects and not self._received:
+            self._expects = False
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._arrival = asyncio.get_running_loop().create_future()
+        try:
+            await self._arrival
+        finally:
+            self._arrival = None
+
+    def _wake(self) -> None:
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
-    async def run_asgi(self, route: Route) -> None:
+    async def run_asgi(self, app: Any) -> None:
         """Called by uvicorn in a task of its own."""
         try:
-            await route(self)
+            await app(self._scope, self.receive, self.send)
+        except Exception:
+            log.exception("request_crashed", path=self._scope["path"])
+            if not self._started:
+                self.start(500, [(b"connection", b"close")])
+                self.put(b"", last=True)
         finally:
             if not self.response_complete and not self.disconnected:
                 self._transport.close()  # a truncated answer must not look whole
 
 
-Route = Callable[[Exchange], Awaitable[None]]
-
-
-def _too_large(limit: int) -> ClientError:
-    return ClientError(
-        f"The request body is larger than {limit} bytes.", status=413, code="request_too_large"
-    )
-
-
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's connection, with some paths that lead to a ``Route`` instead of the ASGI app."""
+    """uvicorn's connection, on which each POST is an ``Exchange``."""
 
-    def __init__(self, routes: dict[bytes, Route], **more: Any) -> None:
-        super().__init__(**more)
-        self._routes = routes
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
         self._exchange: Exchange | None = None
         """The one whose request is being received."""
         self._open: set[Exchange] = set()
@@ -229,29 +349,36 @@ class _Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._exchange = None
-        route = self._routes.get(self.url.partition(b"?")[0])
-        if route is None or self.parser.get_method() != b"POST":
+        if self.parser.get_method() != b"POST" or self.parser.should_upgrade():
             super().on_headers_complete()
             return
+        url = httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
         modern = self.parser.get_http_version() != "1.0"
+        scope: dict[str, Any] = cast(Any, self.scope)
+        scope["method"] = "POST"
+        scope["path"] = self.root_path + (unquote(path) if "%" in path else path)
+        scope["raw_path"] = self.root_path.encode("ascii") + url.path
+        scope["query_string"] = url.query or b""
+        if not modern:
+            scope["http_version"] = "1.0"
         before = self.cycle
         exchange = self._exchange = Exchange(
             self,
-            self.headers,
+            scope,
             expects=self.expect_100_continue,
             keep_alive=modern and self.parser.should_keep_alive(),
             chunked=modern,
         )
         self._open.add(exchange)
-        # For uvicorn an exchange is a cycle, and a route the application that it runs.
         self.cycle = cast(RequestResponseCycle, exchange)
         if before is None or before.response_complete:
-            self._start_asgi_task(self.cycle, cast(Any, route))
+            self._start_asgi_task(self.cycle, self.app)
         else:
             # As uvicorn does: what waits stays small. Until its turn comes nobody reads, so that a
             # client which sends in a row and leaves is noticed when it is written to.
             self.flow.pause_reading()
-            self.pipeline.appendleft((self.cycle, cast(Any, route)))
+            self.pipeline.appendleft((self.cycle, self.app))
 
     def on_body(self, body: bytes) -> None:
         if self._exchange is None:
@@ -280,10 +407,5 @@ class _Protocol(HttpToolsProtocol):
         self._exchange = None
 
 
-def protocol(routes: dict[bytes, Route]) -> Any:
-    """What uvicorn takes as ``http``: POSTs to these paths go to their route, the rest to ASGI."""
-
-    def make(**more: Any) -> _Protocol:
-        return _Protocol(routes, **more)
-
-    return make
+protocol: Any = _Protocol
+"""What uvicorn takes as ``http``."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from proxy.api.http import Exchange
+from proxy.api.http import Response
 
 _SWEEPS_PER_TIMEOUT = 4
 """A stall is noticed at most a quarter of the timeout late."""
@@ -25,8 +25,8 @@ class StallWatch:
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout = timeout_seconds
-        self._under_way: dict[Exchange, asyncio.Task[object]] = {}
-        self._stalled: set[Exchange] = set()
+        self._under_way: dict[Response, asyncio.Task[object]] = {}
+        self._stalled: set[Response] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -38,27 +38,27 @@ class StallWatch:
             await asyncio.gather(self._sweeper, return_exceptions=True)
 
     @contextmanager
-    def watching(self, exchange: Exchange) -> Iterator[None]:
+    def watching(self, response: Response) -> Iterator[None]:
         """Raises ``ClientStalled`` out of the block, which is cancelled, when the client stalls."""
         task = asyncio.current_task()
         assert task is not None
-        self._under_way[exchange] = task
+        self._under_way[response] = task
         try:
             yield
         except asyncio.CancelledError:
-            if exchange in self._stalled and task.uncancel() == 0:
+            if response in self._stalled and task.uncancel() == 0:
                 raise ClientStalled from None
             raise
         finally:
-            del self._under_way[exchange]
-            self._stalled.discard(exchange)
+            del self._under_way[response]
+            self._stalled.discard(response)
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(self._timeout / _SWEEPS_PER_TIMEOUT)
             now = time.monotonic()
-            for exchange, task in self._under_way.items():
-                since = exchange.writing_since
-                if since and now - since > self._timeout and exchange not in self._stalled:
-                    self._stalled.add(exchange)
+            for response, task in self._under_way.items():
+                since = response.writing_since
+                if since and now - since > self._timeout and response not in self._stalled:
+                    self._stalled.add(response)
                     task.cancel()

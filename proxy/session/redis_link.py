@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from hashlib import sha1
 from typing import Any, cast
 
@@ -24,15 +25,23 @@ Argument = bytes | str | int
 
 
 class Script:
-    """A Lua script and the digest that Redis knows it by."""
+    """A Lua script; called like those of redis-py. Redis is sent its text only if it must be."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.digest = sha1(text.encode(), usedforsecurity=False).hexdigest()
+    def __init__(self, link: RedisLink, text: str) -> None:
+        self._link = link
+        self._text = text
+        self._digest = sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    async def __call__(self, *, keys: Sequence[Argument], args: Sequence[Argument] = ()) -> Any:
+        rest = (len(keys), *keys, *args)
+        try:
+            return await self._link.command("EVALSHA", self._digest, *rest)
+        except NoScriptError:
+            return await self._link.command("EVAL", self._text, *rest)
 
 
 class RedisLink:
-    """``run`` and ``command``; both raise redis-py's errors. Connects when first used."""
+    """Commands and scripts; both raise redis-py's errors. Connects when first used."""
 
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
         self._pool: Any = redis_asyncio.ConnectionPool.from_url(
@@ -45,13 +54,8 @@ class RedisLink:
         self._wire: _Wire | None = None
         self._connecting: asyncio.Task[_Wire] | None = None
 
-    async def run(self, script: Script, keys: list[bytes], args: list[Argument]) -> Any:
-        """Run a script; Redis is sent its text only when it does not know it."""
-        rest = (len(keys), *keys, *args)
-        try:
-            return await self.command("EVALSHA", script.digest, *rest)
-        except NoScriptError:
-            return await self.command("EVAL", script.text, *rest)
+    def register_script(self, text: str) -> Script:
+        return Script(self, text)
 
     async def command(self, *words: Argument) -> Any:
         """The reply, in bytes, integers and lists."""

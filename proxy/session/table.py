@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -25,7 +26,7 @@ from proxy.errors import TableUnavailable
 from proxy.session.fingerprint import DIGEST_BYTES, PromptTokens, anchors
 from proxy.session.holding import Holding, decode, encode
 from proxy.session.identity import Identity
-from proxy.session.redis_link import RedisLink, Script
+from proxy.session.redis_link import RedisLink
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ not every turn."""
 
 # Reads, claims nothing: several turns may see one holding, and only one will claim it. Ids whose
 # holding is gone (claimed or expired) are dropped on the way, or a busy list would fill with them.
-_FIND_BY_CONVERSATION = Script("""
+_FIND_BY_CONVERSATION = """
 local found = {}
 for _, id in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
   local record = redis.call('GET', ARGV[1] .. id)
@@ -55,12 +56,12 @@ for _, id in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
   end
 end
 return found
-""")
+"""
 
 # The prompt's digests come as one argument: a key for each of thousands of spans would cost the
 # client more than the search costs the server. All keys are in the scope's slot, as KEYS[1] is.
 # Lists go newest first; of the longest shared prefix the newest live holding is taken.
-_FIND_BY_PREFIX = Script("""
+_FIND_BY_PREFIX = """
 local prefix, size, digests = KEYS[1], tonumber(ARGV[2]), ARGV[3]
 for last = #digests, size, -size do
   local key = prefix .. string.sub(digests, last - size + 1, last)
@@ -72,10 +73,10 @@ for last = #digests, size, -size do
   end
 end
 return {}
-""")
+"""
 
 # One script, so that no reader sees an index entry without its holding or the reverse.
-_COMMIT = Script("""
+_COMMIT = """
 local ttl = tonumber(ARGV[2])
 redis.call('SET', ARGV[1], ARGV[4], 'PX', ttl)
 for position, key in ipairs(KEYS) do
@@ -84,7 +85,15 @@ for position, key in ipairs(KEYS) do
   if redis.call('PTTL', key) < ttl then redis.call('PEXPIRE', key, ttl) end
 end
 return 1
-""")
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TableSize:
+    """Keys in the database, and bytes that the whole server uses."""
+
+    keys: int
+    memory_bytes: int
 
 
 class SessionTable:
@@ -103,16 +112,18 @@ class SessionTable:
         self._link = RedisLink(url, timeout_seconds=timeout_seconds)
         self._clock = clock
         self._paused_until = 0.0
+        self._find_by_conversation = self._link.register_script(_FIND_BY_CONVERSATION)
+        self._find_by_prefix = self._link.register_script(_FIND_BY_PREFIX)
+        self._commit = self._link.register_script(_COMMIT)
 
     async def find(self, identity: Identity, prompt: PromptTokens) -> list[Holding]:
         """Holdings that may serve this prompt, newest first. Nothing is claimed yet."""
         scope = _scope_prefix(identity)
         if identity.conversation:
             reply = await self._guard(
-                lambda: self._link.run(
-                    _FIND_BY_CONVERSATION,
-                    [scope + b"c:" + identity.conversation.hex().encode()],
-                    [scope + b"h:"],
+                lambda: self._find_by_conversation(
+                    keys=[scope + b"c:" + identity.conversation.hex().encode()],
+                    args=[scope + b"h:"],
                 )
             )
         else:
@@ -120,8 +131,8 @@ class SessionTable:
             if not digests:
                 return []
             reply = await self._guard(
-                lambda: self._link.run(
-                    _FIND_BY_PREFIX, [scope + b"a:"], [scope + b"h:", DIGEST_BYTES, digests]
+                lambda: self._find_by_prefix(
+                    keys=[scope + b"a:"], args=[scope + b"h:", DIGEST_BYTES, digests]
                 )
             )
         pairs = zip(reply[::2], reply[1::2], strict=True)
@@ -152,10 +163,9 @@ class SessionTable:
         if not keys:
             return False
         await self._guard(
-            lambda: self._link.run(
-                _COMMIT,
-                keys,
-                [
+            lambda: self._commit(
+                keys=keys,
+                args=[
                     scope + b"h:" + holding.id.encode(),
                     max(1, int(ttl_seconds * 1000)),
                     holding.id,
@@ -169,6 +179,15 @@ class SessionTable:
     async def reuse_is_off(self) -> bool:
         """Has somebody switched reuse off for all proxies? (``kvloop reuse off``)"""
         return bool(await self._guard(lambda: self._redis.get(REUSE_KEY)) == b"off")
+
+    async def size(self) -> TableSize:
+        """How much there is. A server that will not say how much memory it uses shows 0."""
+        keys = int(await self._guard(self._redis.dbsize))
+        try:
+            memory = (await self._redis.info("memory")).get("used_memory", 0)
+        except (RedisError, OSError):
+            memory = 0  # hosted servers may forbid INFO; that is no reason to pause the table
+        return TableSize(keys, int(memory))
 
     async def set_reuse(self, on: bool) -> None:
         """Write the fleet-wide switch."""

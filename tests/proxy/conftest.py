@@ -117,7 +117,7 @@ async def running(app: App) -> AsyncIterator[tuple[App, int]]:
             app,
             host="127.0.0.1",
             port=0,
-            http=http.protocol(app.routes),
+            http=http.protocol,
             log_config=None,
             lifespan="on",
         )
