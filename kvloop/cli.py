@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 import kvloop
+from kvloop.bench.commands import app as bench
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +25,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(bench)
 
 _PIPE_WIDTH = 160
 """Columns, where there is no terminal to ask."""
