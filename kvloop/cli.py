@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 import kvloop
+from kvloop.advise.commands import advise
 from kvloop.bench.commands import app as bench
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench)
+app.command()(advise)
 
 _PIPE_WIDTH = 160
 """Columns, where there is no terminal to ask."""

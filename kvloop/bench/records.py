@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from json import dumps
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -81,8 +82,8 @@ class Sample:
     time: float
     """Unix seconds."""
     worker: str
-    pinned_blocks: float | None
-    usage: float | None
+    pinned_blocks: float | None = None
+    usage: float | None = None
     """Share of its KV blocks that are taken, 0 to 1."""
     workload: str = ""
 
@@ -159,8 +160,6 @@ def to_json(run: Run) -> bytes:
     """One run as JSON; a line for each record, so that a diff can be read."""
     whole = _RUN.dump_python(run, mode="json", exclude_defaults=False)
     head = {key: value for key, value in whole.items() if key not in ("turns", "samples")}
-    from json import dumps
-
     parts = [dumps(head, indent=1)[:-2]]
     for name in ("turns", "samples"):
         lines = ",\n  ".join(dumps(_slim(item), separators=(",", ":")) for item in whole[name])
@@ -173,7 +172,7 @@ def _slim(record: dict[str, object]) -> dict[str, object]:
     return {
         key: _rounded(value)
         for key, value in record.items()
-        if value is not None and value not in ("", [], {}, False)
+        if value is not None and value is not False and value != "" and value != [] and value != {}
     }
 
 

@@ -91,9 +91,7 @@ def _effect(turns: Sequence[TurnRecord]) -> list[Block]:
         for each in found
     )
     intervals = [
-        plots.Interval(
-            f"{e.workload}: {e.arm} / {e.baseline}", e.ratio.value, e.ratio.low, e.ratio.high
-        )
+        plots.Interval(f"{e.workload}: {e.arm} / {e.baseline}", e.ratio.value, *_ends(e.ratio))
         for e in found
     ]
     chart = plots.forest(
@@ -122,6 +120,13 @@ def _effect(turns: Sequence[TurnRecord]) -> list[Block]:
             rows,
         ),
     ]
+
+
+def _ends(ratio: Estimate) -> tuple[float, float]:
+    """The interval as drawn: everything, where too little is known."""
+    if ratio.clusters < FEWEST_CONVERSATIONS:
+        return 0.0, float("inf")
+    return ratio.low, ratio.high
 
 
 def _verdict(ratio: Estimate) -> str:
