@@ -85,14 +85,21 @@ def check_arms(arms: Sequence[Arm]) -> None:
 
 
 def proxy_environment(
-    arm: Arm, prefills: Sequence[str], decodes: Sequence[str], *, port: int, lease: float | None
+    arm: Arm,
+    prefills: Sequence[str],
+    decodes: Sequence[str],
+    *,
+    ports: Sequence[int],
+    lease: float | None,
 ) -> dict[str, str]:
-    """Settings of an arm's proxy: all equal but what the arm is about."""
+    """Settings of an arm's proxy: all equal but what the arm is about. ports: clients' and
+    operators'."""
     environment = {
         # Another proxy's table would let the arms meet each other's sessions.
         "KVLOOP_REDIS_URL": "",
         "KVLOOP_HOST": "127.0.0.1",
-        "KVLOOP_PORT": str(port),
+        "KVLOOP_PORT": str(ports[0]),
+        "KVLOOP_ADMIN_PORT": str(ports[1]),
         "KVLOOP_PREFILL_URLS": ",".join(prefills),
         "KVLOOP_DECODE_URLS": ",".join(decodes),
         "KVLOOP_REUSE_ENABLED": str(arm.reuse).lower(),
@@ -148,9 +155,9 @@ def plan(
                 "cache (--decode URL, --prefill URL; start prefill with "
                 f"--set enable-prefix-caching={str(arm.prefix_cache).lower()})"
             )
-        port = local.free_ports(1)[0]
-        url = f"http://127.0.0.1:{port}"
-        environment = proxy_environment(arm, prefills, workers.decode, port=port, lease=lease)
+        ports = local.free_ports(2)
+        url = f"http://127.0.0.1:{ports[0]}"
+        environment = proxy_environment(arm, prefills, workers.decode, ports=ports, lease=lease)
         name = f"proxy-{arm.name}"
         parts.append(
             Part(
