@@ -184,7 +184,8 @@ class FakeWorker:
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(
             text=f"process_start_time_seconds {self.started_at:.2f}\n"
-            f'vllm:cache_config_info{{block_size="{self.block_size}",engine="0",'
+            f'vllm:cache_config_info{{block_size="{self.block_size}",'
+            f'enable_prefix_caching="{self._cache is not None}",engine="0",'
             'num_gpu_blocks="1024"} 1.0\n'
         )
 
