@@ -8,11 +8,12 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import HTTPException
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from proxy import __version__
 from proxy.errors import openai_error
+from proxy.gauges import StateGauges
 from proxy.metrics import Metrics
 from proxy.session.table import SessionTable
 from proxy.turn.admission import Admission
@@ -27,6 +28,7 @@ def build(
     metrics: Metrics,
     admission: Admission,
     reuse_on: Callable[[], bool],
+    gauges: StateGauges,
 ) -> FastAPI:
     """The documented surface (``/docs``), apart from the generating routes."""
     app = FastAPI(
@@ -91,13 +93,8 @@ def build(
     @app.get("/metrics")
     async def show_metrics() -> Response:
         """Prometheus text format."""
-        metrics.in_flight.set(admission.in_flight)
-        metrics.queued.set(admission.queued)
-        for worker in pool.workers:
-            labels = (worker.name, str(worker.role))
-            metrics.worker_healthy.labels(*labels).set(int(worker.healthy))
-            metrics.worker_outstanding.labels(*labels).set(worker.outstanding)
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        gauges.refresh()
+        return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     @app.exception_handler(StarletteHTTPException)
     async def in_openai_shape(request: Request, error: HTTPException) -> Response:
