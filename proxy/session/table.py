@@ -188,6 +188,13 @@ class SessionTable:
             memory = 0  # hosted servers may forbid INFO; that is no reason to pause the table
         return TableSize(keys, int(memory))
 
+    async def set_reuse(self, on: bool) -> None:
+        """Write the fleet-wide switch."""
+        if on:
+            await self._guard(lambda: self._redis.delete(REUSE_KEY))
+        else:
+            await self._guard(lambda: self._redis.set(REUSE_KEY, "off"))
+
     async def ping(self) -> bool:
         try:
             return bool(await self._redis.ping())
