@@ -6,11 +6,12 @@ the answer was complete.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
+from pydantic import SecretStr
 
 from proxy.errors import WorkerFailed, WorkerRefused, WorkerUnreachable
 from proxy.workers.http1 import Broken, ConnectFailed, Connections, HttpError, Late, Response
@@ -22,15 +23,29 @@ _NO_HEADERS: dict[str, str] = {}
 class WorkerClient:
     """Shared connections to all workers."""
 
-    def __init__(self, *, connect_timeout_seconds: float) -> None:
-        self._connections = Connections(connect_timeout=connect_timeout_seconds)
+    def __init__(
+        self,
+        *,
+        connect_timeout_seconds: float,
+        api_key: SecretStr | None = None,
+        ca_file: str | None = None,
+    ) -> None:
+        key = f"authorization: Bearer {api_key.get_secret_value()}\r\n" if api_key else ""
+        self._connections = Connections(
+            connect_timeout=connect_timeout_seconds, fields=key, ca_file=ca_file
+        )
 
     async def close(self) -> None:
         self._connections.close()
 
     async def get(self, worker: Worker, path: str, *, timeout: float) -> bytes:
-        """Body of a 200. ``WorkerUnreachable`` or ``WorkerFailed`` otherwise."""
-        response, answer = await self._whole(worker, "GET", path, None, _NO_HEADERS, timeout, False)
+        """Body of a 200, for probes. ``WorkerUnreachable`` or ``WorkerFailed`` otherwise.
+
+        On a connection of its own: whether one is to be had is part of a probe's question.
+        """
+        response, answer = await self._whole(
+            worker, "GET", path, None, _NO_HEADERS, timeout, fresh=True, keep=False
+        )
         if response.status != 200:
             raise WorkerFailed(worker.name, response.status)
         return answer
@@ -52,14 +67,14 @@ class WorkerClient:
         """
         headers = headers or _NO_HEADERS
         try:
-            response, answer = await self._whole(
-                worker, "POST", path, body, headers, timeout, False
-            )
+            response, answer = await self._whole(worker, "POST", path, body, headers, timeout)
         except WorkerUnreachable as error:
             cause = error.__cause__
             if not repeatable or not isinstance(cause, Broken) or not cause.unanswered:
                 raise
-            response, answer = await self._whole(worker, "POST", path, body, headers, timeout, True)
+            response, answer = await self._whole(
+                worker, "POST", path, body, headers, timeout, fresh=True
+            )
         if response.status != 200:
             raise _refusal(worker, response, answer)
         try:
@@ -78,14 +93,15 @@ class WorkerClient:
         body: bytes | None,
         headers: dict[str, str],
         timeout: float,
-        fresh: bool,
+        fresh: bool = False,
+        keep: bool = True,
     ) -> tuple[Response, bytes]:
         connections = self._connections
         origin = connections.origin(worker.url)
         head = origin.head(method, path, body, headers)
         try:
             response = await connections.request(
-                origin, head, body, whole=True, timeout=timeout, fresh=fresh
+                origin, head, body, whole=True, timeout=timeout, fresh=fresh, keep=keep
             )
             try:
                 return response, await response.whole(timeout)
@@ -105,27 +121,70 @@ class WorkerClient:
         headers: dict[str, str] | None = None,
     ) -> AsyncIterator[Response]:
         """POST whose 200 answer is read piece by piece; leaving the block closes the connection."""
-        connections = self._connections
-        origin = connections.origin(worker.url)
-        head = origin.head("POST", path, body, headers or _NO_HEADERS)
-        try:
-            response = await connections.request(
-                origin, head, body, whole=False, timeout=first_byte_timeout
-            )
-        except HttpError as error:
-            raise _unreachable(worker, error, "") from error
-        try:
-            try:
-                await response.head(first_byte_timeout)
-                answer = b"" if response.status == 200 else await response.whole(first_byte_timeout)
-            except HttpError as error:
-                late = f"no answer in {first_byte_timeout:g} s"
-                raise _unreachable(worker, error, late) from error
+        async with self._opened(
+            worker, "POST", path, body, headers or _NO_HEADERS, first_byte_timeout
+        ) as response:
             if response.status != 200:
+                late = f"no whole answer in {first_byte_timeout:g} s"
+                try:
+                    answer = await response.whole(first_byte_timeout)
+                except HttpError as error:
+                    raise _unreachable(worker, error, late) from error
                 raise _refusal(worker, response, answer)
             yield response
+
+    @asynccontextmanager
+    async def forward(
+        self,
+        worker: Worker,
+        method: str,
+        path: str,
+        body: bytes | None,
+        *,
+        headers: dict[str, str],
+        first_byte_timeout: float,
+    ) -> AsyncIterator[tuple[int, str, Callable[[float], AsyncIterator[bytes]]]]:
+        """Any request, any answer below 500: its status, its content type and its body, piece by
+        piece, with the longest silence between two pieces as argument."""
+        async with self._opened(
+            worker, method, path, body, headers, first_byte_timeout
+        ) as response:
+            if response.status >= 500:
+                raise WorkerFailed(worker.name, response.status)
+
+            async def pieces(timeout: float) -> AsyncIterator[bytes]:
+                while data := await self.read_some(worker, response, timeout=timeout):
+                    yield data
+
+            yield response.status, response.content_type or "application/json", pieces
+
+    @asynccontextmanager
+    async def _opened(
+        self,
+        worker: Worker,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+        timeout: float,
+    ) -> AsyncIterator[Response]:
+        """A response whose status is known."""
+        connections = self._connections
+        origin = connections.origin(worker.url)
+        head = origin.head(method, path, body, headers)
+        response: Response | None = None
+        try:
+            try:
+                response = await connections.request(
+                    origin, head, body, whole=False, timeout=timeout
+                )
+                await response.head(timeout)
+            except HttpError as error:
+                raise _unreachable(worker, error, f"no answer in {timeout:g} s") from error
+            yield response
         finally:
-            response.close()
+            if response is not None:
+                response.close()
 
     async def read_some(self, worker: Worker, response: Response, *, timeout: float) -> bytes:
         """Whatever has arrived, at least one byte; empty at the end of the stream."""

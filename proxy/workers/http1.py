@@ -200,7 +200,8 @@ class Response:
 class Origin:
     """Where a worker's requests go: read once from its URL. Holds its idle connections."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, fields: str = "") -> None:
+        """``fields``: more header lines for every request."""
         parts = urlsplit(url)
         self.tls = parts.scheme == "https"
         self.host = parts.hostname or ""
@@ -211,7 +212,7 @@ class Origin:
         self.resolved_at = float("-inf")
         host = parts.netloc.rpartition("@")[2]
         self._prefix = parts.path.rstrip("/")
-        self._fields = f"host: {host}\r\n{_authorization(parts)}"
+        self._fields = f"host: {host}\r\n{fields or _authorization(parts)}"
         self._heads: dict[str, bytes] = {}
 
     def head(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> bytes:
@@ -258,15 +259,15 @@ class _Connection(asyncio.Protocol):
         "_transport",
         "_unframed",
         "idle_since",
+        "keep",
         "loop",
-        "used",
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, origin: Origin) -> None:
         self.loop = loop
         self.idle_since = 0.0
-        self.used = False
-        """Has it carried a request before the present one?"""
+        self.keep = True
+        """May it wait for another request when this one is answered?"""
         self._origin = origin
         self._transport: asyncio.Transport | None = None
         self._parser: Any = httptools.HttpResponseParser(self)
@@ -444,13 +445,13 @@ class _Connection(asyncio.Protocol):
         if (
             transport is None
             or self._closed
+            or not self.keep
             or not self._parser.should_keep_alive()
             or transport.get_write_buffer_size()  # answered before it had read the request
         ):
             self.abort()
         else:
             self.read_on()
-            self.used = True
             self.idle_since = self.loop.time()
             self._origin.idle[self] = None
 
@@ -458,8 +459,14 @@ class _Connection(asyncio.Protocol):
 class Connections:
     """Connections to all workers."""
 
-    def __init__(self, *, connect_timeout: float) -> None:
+    def __init__(
+        self, *, connect_timeout: float, fields: str = "", ca_file: str | None = None
+    ) -> None:
+        """``fields``: header lines for every request. ``ca_file``: whom to trust for https; by
+        default whom the system trusts."""
         self._connect_timeout = connect_timeout
+        self._fields = fields
+        self._ca_file = ca_file
         self._origins: dict[str, Origin] = {}
         self._tls: ssl.SSLContext | None = None
         self._reaper: asyncio.TimerHandle | None = None
@@ -468,7 +475,7 @@ class Connections:
     def origin(self, url: str) -> Origin:
         found = self._origins.get(url)
         if found is None:
-            found = self._origins[url] = Origin(url)
+            found = self._origins[url] = Origin(url, self._fields)
         return found
 
     @property
@@ -485,14 +492,17 @@ class Connections:
         whole: bool,
         timeout: float,
         fresh: bool = False,
+        keep: bool = True,
     ) -> Response:
         """Send a request; its answer is still to come. ``whole``: its reader wants all or nothing.
 
-        ``fresh``: on a connection that no worker can be closing. Raises ``HttpError``.
+        ``fresh``: on a connection that no worker can be closing. ``keep``: that connection may
+        serve other requests later. Raises ``HttpError``.
         """
         connection = None if fresh else self._idle_connection(origin)
         if connection is None:
             connection = await self._connect(origin, min(timeout, self._connect_timeout))
+            connection.keep = keep
         return connection.send(head, body, whole=whole)
 
     def close(self) -> None:
@@ -560,7 +570,7 @@ class Connections:
         make = partial(_Connection, loop, origin)
         if origin.tls:
             if self._tls is None:
-                self._tls = ssl.create_default_context()
+                self._tls = ssl.create_default_context(cafile=self._ca_file)
             _, connection = await loop.create_connection(
                 make, address, origin.port, ssl=self._tls, server_hostname=origin.host
             )

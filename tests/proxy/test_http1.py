@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from proxy.errors import WorkerFailed, WorkerRefused, WorkerUnreachable
 from proxy.workers import http1
@@ -443,10 +444,41 @@ async def test_status_decides_who_is_to_blame(server: Server, client: WorkerClie
             await asking
         assert (refused.value.body, refused.value.content_type) == (b"[]", "text/x")
     status = 503
+    assert server.connections == 1
     with pytest.raises(WorkerFailed) as failed:
         await client.get(worker, "/x", timeout=5)
     assert failed.value.status == 503
-    assert server.connections == 1
+
+
+async def test_a_probe_has_a_connection_of_its_own(server: Server, client: WorkerClient) -> None:
+    """Whether a connection is to be had is part of its question, and it keeps none."""
+    worker = await server.start(answers)
+    await client.call(worker, "/x", b"{}", timeout=5)
+    for count in (2, 3):
+        assert await client.get(worker, "/health", timeout=5) == b'{"a": 1}'
+        assert (server.connections, client._connections.idle) == (count, 1)
+
+
+async def test_what_is_forwarded_comes_back_with_its_status(server: Server) -> None:
+    """Any status below 500 is an answer; the proxy's key goes along."""
+    seen = b""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal seen
+        seen = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 X\r\ncontent-type: text/x\r\ncontent-length: 2\r\n\r\nno")
+
+    client = WorkerClient(connect_timeout_seconds=5, api_key=SecretStr("k"))
+    worker = await server.start(answer)
+    async with client.forward(worker, "GET", "/x", None, headers={}, first_byte_timeout=5) as (
+        status,
+        kind,
+        pieces,
+    ):
+        assert (status, kind) == (404, "text/x")
+        assert b"".join([piece async for piece in pieces(5)]) == b"no"
+    assert b"authorization: Bearer k\r\n" in seen
+    await client.close()
 
 
 async def test_no_answer_in_time_says_so_and_closes(server: Server, client: WorkerClient) -> None:
