@@ -43,7 +43,8 @@ def _head(length: int, kind: str = "application/json") -> bytes:
 class Answers:
     """The bytes of all answers for one answer length and prompt length."""
 
-    def __init__(self, chunks: int, prompt_tokens: int) -> None:
+    def __init__(self, chunks: int, prompt_tokens: int, hold: bool = False) -> None:
+        self.hold = hold
         self.prompt_tokens = prompt_tokens
         self.models = json.dumps(
             {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
@@ -165,6 +166,8 @@ class Connection(asyncio.Protocol):
             self._transport.write(end)
             return
         self._transport.write(self._answers.chunks[index])
+        if self._answers.hold and index:
+            return  # the stream stays open until its client leaves
         asyncio.get_running_loop().call_soon(self._send, index + 1, end)
 
 
@@ -179,8 +182,9 @@ def main() -> None:
     options.add_argument("--port", type=int, required=True)
     options.add_argument("--chunks", type=int, default=64)
     options.add_argument("--prompt-tokens", type=int, default=600)
+    options.add_argument("--hold", action="store_true", help="stop after the first token")
     chosen = options.parse_args()
-    uvloop.run(serve(chosen.port, Answers(chosen.chunks, chosen.prompt_tokens)))
+    uvloop.run(serve(chosen.port, Answers(chosen.chunks, chosen.prompt_tokens, chosen.hold)))
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ async def counted(url: str) -> float:
 
 
 async def test_two_processes_serve_one_port_through_a_death_and_end_together() -> None:
-    """Any of them shows the metrics of both; a killed one is replaced; SIGTERM lets streams end, then all are gone."""
+    """Any shows the metrics of both; a killed one is replaced; SIGTERM lets streams end."""
     decode = await FakeWorker(Cluster(), "decode").start()
     try:
         async with running(decode) as proxy, asyncio.timeout(60):
