@@ -98,6 +98,14 @@ class Response:
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
         self.writing_since = 0.0
 
+    def offer(self, data: bytes) -> bool:
+        """Write at once if that needs no waiting; was it written?"""
+        exchange = self._exchange
+        if exchange is None or exchange.blocked:
+            return False
+        exchange.put(data, last=False)
+        return True
+
     def cut(self) -> None:
         """Drop the connection at once: a polite end waits for what the client never takes.
 
@@ -174,7 +182,7 @@ class Exchange:
         self._limit: int | None = None
         self._arrival: asyncio.Future[None] | None = None
         self._working: asyncio.Task[Any] | None = None
-        self._started = False
+        self._started = self._streamed = False
         self._head: list[bytes] = []
 
     # For the functions above.
@@ -214,6 +222,8 @@ class Exchange:
         for name, value in fields:
             if name == b"content-length":
                 self._chunked = False
+            elif name == b"content-type":
+                self._streamed = value.startswith(b"text/event-stream")
             elif name == b"connection" and value.lower() == b"close":
                 self.keep_alive = False
         self._head = head
@@ -249,7 +259,7 @@ class Exchange:
         head, self._head = self._head, []
         if not self._received:
             self.keep_alive = False  # the rest of the request would be taken for the next one
-        if self._chunked and length is not None:
+        if self._chunked and length is not None and not self._streamed:
             self._chunked = False
             head.append(b"content-length: %d\r\n" % length)
         elif self._chunked:

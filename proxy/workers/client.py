@@ -14,7 +14,15 @@ import orjson
 from pydantic import SecretStr
 
 from proxy.errors import WorkerFailed, WorkerRefused, WorkerUnreachable
-from proxy.workers.http1 import Broken, ConnectFailed, Connections, HttpError, Late, Response
+from proxy.workers.http1 import (
+    Broken,
+    ConnectFailed,
+    Connections,
+    HttpError,
+    Late,
+    Response,
+    Through,
+)
 from proxy.workers.pool import Worker
 
 _NO_HEADERS: dict[str, str] = {}
@@ -186,14 +194,28 @@ class WorkerClient:
             if response is not None:
                 response.close()
 
-    async def read_some(self, worker: Worker, response: Response, *, timeout: float) -> bytes:
-        """Whatever has arrived, at least one byte; empty at the end of the stream."""
+    async def read_some(
+        self,
+        worker: Worker,
+        response: Response,
+        *,
+        timeout: float,
+        through: Through | None = None,
+    ) -> bytes:
+        """Whatever has arrived, at least one byte; empty at the end of the stream.
+
+        ``through`` is called with each piece as it comes; what it takes is not returned.
+        """
         try:
-            return await response.some(timeout)
+            return await response.some(timeout, through)
         except Late as error:
             raise _unreachable(worker, error, f"silent for {timeout:g} s") from error
         except HttpError as error:
             raise WorkerUnreachable(worker.name, f"stream broke: {error}") from error
+
+    def ended(self, response: Response) -> bool:
+        """Has all of the stream arrived and been read?"""
+        return response.ended and not response.unread
 
     def arrived(self, response: Response) -> bytes:
         """What has arrived and was not read yet."""

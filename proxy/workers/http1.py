@@ -17,6 +17,7 @@ import asyncio
 import socket
 import ssl
 from base64 import b64encode
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -39,6 +40,10 @@ _ADDRESS_SECONDS = 10.0
 """How long a resolved name is trusted: a burst of new connections asks once."""
 _JOIN_LIMIT = 16 * 1024
 """Up to this size one copy of a body is cheaper than a second buffer in the write."""
+
+
+Through = Callable[[bytes], bool]
+"""Takes a piece of a body, or not."""
 
 
 class HttpError(Exception):
@@ -81,6 +86,7 @@ class Response:
         "_error",
         "_parts",
         "_size",
+        "_through",
         "_waiter",
         "_whole",
         "answered",
@@ -101,21 +107,35 @@ class Response:
         self._ended = False
         self._error: HttpError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._through: Through | None = None
 
     @property
     def ended(self) -> bool:
         """Has the whole answer arrived?"""
         return self._ended
 
+    @property
+    def unread(self) -> bool:
+        """Has anything arrived that was not taken yet?"""
+        return bool(self._parts)
+
     async def head(self, timeout: float) -> None:
         """Return when ``status`` and ``content_type`` are known."""
         if not self.status:
             await self._wait(timeout)
 
-    async def some(self, timeout: float) -> bytes:
-        """Whatever has arrived, at least one byte; empty at the end. ``timeout``: for silence."""
+    async def some(self, timeout: float, through: Through | None = None) -> bytes:
+        """Whatever has arrived, at least one byte; empty at the end. ``timeout``: for silence.
+
+        ``through`` is offered each piece as it comes. What it takes (True) is done with: nobody is
+        woken for it, which is most of what a chunk costs otherwise.
+        """
         while not self._parts and not self._ended:  # a chunk's size alone is no news
-            await self._wait(timeout)
+            self._through = through
+            try:
+                await self._wait(timeout)
+            finally:
+                self._through = None
         return self.arrived()
 
     async def whole(self, timeout: float) -> bytes:
@@ -164,6 +184,17 @@ class Response:
 
     def progress(self) -> None:
         """Something came: the reader goes on, unless it wants all or nothing."""
+        through = self._through
+        if through is not None and self._parts:
+            parts = self._parts
+            if through(parts[0] if len(parts) == 1 else b"".join(parts)):
+                self._parts, self._size = [], 0
+                connection = self._connection
+                if connection is not None:
+                    connection.heard()
+                    return
+            else:
+                self._through = None  # pieces keep their order: what follows waits for the reader
         if self._ended or not self._whole:
             self._wake()
 
@@ -246,6 +277,7 @@ class _Connection(asyncio.Protocol):
     """One connection, and the request that is on it."""
 
     __slots__ = (
+        "_allowed",
         "_closed",
         "_deadline",
         "_head_bytes",
@@ -277,6 +309,7 @@ class _Connection(asyncio.Protocol):
         self._head_bytes = 0
         self._interim = False
         self._unframed = True
+        self._allowed = 0.0
         self._deadline = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -297,8 +330,14 @@ class _Connection(asyncio.Protocol):
             self._transport.writelines((head, body))
         return response
 
+    def heard(self) -> None:
+        """Something came and was taken at once: the reader's time begins anew."""
+        self._deadline = self.loop.time() + self._allowed
+        self.read_on()
+
     def allow(self, seconds: float) -> None:
         """The response's reader waits from now on, for so long. One timer serves many waits."""
+        self._allowed = seconds
         self._deadline = self.loop.time() + seconds
         if self._timer is None:
             self._timer_at = self._deadline

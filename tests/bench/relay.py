@@ -44,6 +44,8 @@ ROUTER = (
     "vllm-router --vllm-pd-disaggregation --prefill {p} --decode {d} --host 127.0.0.1 "
     "--port {port} --policy round_robin --prometheus-port {metrics}"
 )
+_PACE = 0.02
+"""Seconds between two tokens of one stream: 50 tokens/s."""
 DIRECT = "worker, asked directly"
 
 
@@ -102,12 +104,17 @@ def wait_for(port: int, path: str) -> None:
 
 @contextmanager
 def targets(
-    chunks: int, prompt_bytes: int, router: str | None, processes: list[int], *, hold: bool = False
+    chunks: int,
+    prompt_bytes: int,
+    router: str | None,
+    processes: list[int],
+    *,
+    more: tuple[str, ...] = (),
 ) -> Iterator[list[Target]]:
     """Two fake workers and everything that stands before them."""
     prefill, decode = free_port(), free_port()
     fake = [sys.executable, "-m", "tests.fakes.fast", "--chunks", str(chunks)]
-    fake += ["--prompt-tokens", str(max(16, prompt_bytes // 4)), *(["--hold"] if hold else [])]
+    fake += ["--prompt-tokens", str(max(16, prompt_bytes // 4)), *more]
     p, d = f"http://127.0.0.1:{prefill}", f"http://127.0.0.1:{decode}"
     found: list[Target] = []
     with (
@@ -117,8 +124,8 @@ def targets(
         wait_for(prefill, "/health")
         wait_for(decode, "/health")
         found.append(Target(DIRECT, decode, direct.pid))
-        with _routers(p, d, router, processes) as more:
-            yield found + more
+        with _routers(p, d, router, processes) as routers:
+            yield found + routers
 
 
 @contextmanager
@@ -382,9 +389,29 @@ def streams(chosen: argparse.Namespace) -> None:
         await asyncio.sleep(1)
 
     print("| target | open streams | KiB each | CPU % while idle |\n|---|---|---|---|")
-    with targets(64, chosen.prompt_bytes[0], chosen.router, [1], hold=True) as found:
+    with targets(64, chosen.prompt_bytes[0], chosen.router, [1], more=("--hold",)) as found:
         for target in found:
             uvloop.run(measured(target))
+
+
+def paced(chosen: argparse.Namespace) -> str:
+    """CPU per chunk when chunks come one by one, as real workers send them."""
+    lines = ["| streams | target | chunks/s | CPU µs/chunk | CPU % |", "|---|---|---|---|---|"]
+    chunks = 200
+    with targets(
+        chunks, chosen.prompt_bytes[0], chosen.router, [1], more=("--pace", str(_PACE))
+    ) as found:
+        for clients in (32, 256):
+            cell = Cell(chosen.prompt_bytes[0], chunks, clients)
+            for target in found[1:]:
+                sample = measure(target, cell, 0.1)
+                count = sample.requests * chunks
+                lines.append(
+                    f"| {clients} | {target.name} | {count / sample.seconds:,.0f} | "
+                    f"{1e6 * sample.cpu / max(1, count):.1f} | "
+                    f"{100 * sample.cpu / sample.seconds:.0f} |"
+                )
+    return "\n".join(lines)
 
 
 def soak(chosen: argparse.Namespace) -> None:
@@ -441,6 +468,7 @@ def main() -> None:
     options.add_argument("--soak", type=float, help="seconds of traffic to watch memory over")
     options.add_argument("--streams", type=int, help="idle streams to open at once")
     options.add_argument("--profile", action="store_true")
+    options.add_argument("--paced", action="store_true", help="chunks one by one, 50 a second")
     chosen = options.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -450,6 +478,8 @@ def main() -> None:
         streams(chosen)
     elif chosen.profile:
         profile(chosen)
+    elif chosen.paced:
+        print(paced(chosen))
     elif chosen.quick:
         chosen.prompt_bytes, chosen.chunks = chosen.prompt_bytes[:1], chosen.chunks[:1]
         grid(chosen)

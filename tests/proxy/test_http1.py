@@ -194,6 +194,46 @@ async def test_a_chunk_size_alone_is_not_the_end_of_the_stream() -> None:
     assert await reading == b"hello, every one"
 
 
+async def test_pieces_go_through_until_one_is_not_taken() -> None:
+    """What is taken wakes nobody; the first that is not, and all behind it, wait for the reader."""
+    connection, _, response, _ = asked(whole=False)
+    connection.data_received(CHUNKED[: CHUNKED.index(b"5\r\n")])
+    taken: list[bytes] = []
+
+    def take(data: bytes) -> bool:
+        if data == b"no":
+            return False
+        taken.append(data)
+        return True
+
+    reading = asyncio.create_task(response.some(0.05, take))
+    await asyncio.sleep(0)
+    for piece in (b"1\r\na\r\n1\r\nb\r\n", b"1\r\nc\r\n"):
+        await asyncio.sleep(0.03)  # each piece gives the reader its whole time again
+        connection.data_received(piece)
+    assert taken == [b"ab", b"c"]
+    assert not reading.done()
+    connection.data_received(b"2\r\nno\r\n")
+    connection.data_received(b"1\r\nd\r\n")
+    assert await reading == b"nod"
+    assert taken == [b"ab", b"c"]
+    reading = asyncio.create_task(response.some(1, take))
+    await asyncio.sleep(0)
+    connection.data_received(b"1\r\ne\r\n0\r\n\r\n")
+    assert await reading == b""
+    assert taken[-1] == b"e"
+
+
+async def test_silence_behind_what_went_through_is_late() -> None:
+    connection, _, response, _ = asked(whole=False)
+    connection.data_received(CHUNKED[: CHUNKED.index(b"5\r\n")])
+    reading = asyncio.create_task(response.some(0.03, lambda data: True))
+    await asyncio.sleep(0)
+    connection.data_received(b"1\r\na\r\n")
+    with pytest.raises(Late):
+        await reading
+
+
 async def test_an_answer_before_the_request_was_read_ends_the_connection() -> None:
     """What is left of the request would meet the next one."""
     connection, pipe, response, origin = asked()
