@@ -10,6 +10,7 @@ from proxy.api.chat import ChatRoute
 from proxy.api.http import Receive, Scope, Send
 from proxy.api.stalls import StallWatch
 from proxy.metrics import Metrics
+from proxy.session.ledger import Ledger
 from proxy.session.private_store import PrivateStore
 from proxy.session.table import SessionTable
 from proxy.settings import Settings
@@ -59,8 +60,10 @@ class App:
             pool=self.pool,
             client=self.client,
             table=self.table,
+            ledger=Ledger(self.table),
             metrics=self.metrics,
         )
+        self.conductor.retention.start()
         self.switch = ReuseSwitch(
             self.table, self.conductor, self.metrics, allowed=settings.reuse_enabled
         )
@@ -92,6 +95,7 @@ class App:
         await self.switch.stop()
         await self._stalls.stop()
         await self.health.stop()
+        await self.conductor.retention.stop()
         await self.conductor.close()
         await self.client.close()
         await self.table.close()

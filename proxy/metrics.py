@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from proxy.retention import EDGES
+
+EVICTION_REASONS = ("budget", "session_deleted")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _FAST_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 
@@ -54,6 +57,48 @@ class Metrics:
             "kvloop_releases",
             "Claimed handles that were given back to decode unused.",
             ("result",),
+            registry=registry,
+        )
+        self.retained_blocks = Gauge(
+            "kvloop_retained_blocks",
+            "KV blocks that the decode worker keeps for ended turns or will keep for turns under "
+            "way. Every proxy shows the same number: the ledger is shared.",
+            ("worker",),
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+        self.retention_budget_blocks = Gauge(
+            "kvloop_retention_budget_blocks",
+            "Most blocks that may be retained on the decode worker.",
+            ("worker",),
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+        self.evictions = Counter(
+            "kvloop_evictions",
+            "Holdings given up before their lease ended: for the budget, or because their session "
+            "was deleted.",
+            ("reason",),
+            registry=registry,
+        )
+        for reason in EVICTION_REASONS:
+            self.evictions.labels(reason)
+        self.retained_block_seconds = Counter(
+            "kvloop_retained_block_seconds",
+            "Blocks times the seconds for which they were retained, when they go.",
+            ("worker",),
+            registry=registry,
+        )
+        self.leases_expired = Counter(
+            "kvloop_leases_expired",
+            "Holdings that nobody came for before decode's lease ended.",
+            ("worker",),
+            registry=registry,
+        )
+        self.turn_gap_seconds = Histogram(
+            "kvloop_turn_gap_seconds",
+            "From the end of a turn to the next turn of its conversation.",
+            buckets=EDGES,
             registry=registry,
         )
         self.claims_lost = Counter(

@@ -27,12 +27,13 @@ class Identity:
 
     ``scope`` (16 bytes) separates what must never share KV: tenant, model or adapter, cache salt.
     ``namespace`` seeds the token digests. ``conversation`` (16 bytes) is empty when the client
-    named none.
+    named none. ``tenant`` (16 bytes) says whose the session is.
     """
 
     scope: bytes
     namespace: bytes
     conversation: bytes
+    tenant: bytes = b""
 
     @property
     def label(self) -> str:
@@ -65,10 +66,16 @@ def identify(
     cache_key = _body_id(body, "prompt_cache_key") if conversation is None else None
     scope = _digest(b"scope", tenant, str(body.get("model", "")), str(body.get("cache_salt") or ""))
     return Identity(
+        tenant=tenant_digest(tenant),
         scope=scope,
         namespace=_digest(b"namespace", scope.hex(), cache_key or ""),
         conversation=_digest(b"conversation", scope.hex(), conversation) if conversation else b"",
     )
+
+
+def tenant_digest(tenant: str) -> bytes:
+    """How a tenant appears in stored records (16 bytes)."""
+    return _digest(b"tenant", tenant)
 
 
 def _body_id(body: Mapping[str, Any], field: str) -> str | None:
