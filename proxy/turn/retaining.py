@@ -36,7 +36,7 @@ from proxy.workers.pool import Pool, Role, Worker
 
 MARK_SECONDS = EDGES[-1]
 """How long a mark outlives its turn: later than this no return is counted anyway."""
-_RESERVED_SECONDS = 120.0
+RESERVED_SECONDS = 120.0
 """A reservation ends by itself: its proxy may have died. An answer that takes longer is then only
 counted when it has ended."""
 _SETTLED_SECONDS = 10.0
@@ -215,7 +215,7 @@ class Retention:
 
     async def _reserve(self, worker: Worker, place: Place, entry: Entry, gone: list[str]) -> None:
         page = await self._update(
-            place, add=entry, seconds=_RESERVED_SECONDS, remove=gone, budget=self.budget(worker)
+            place, add=entry, seconds=RESERVED_SECONDS, remove=gone, budget=self.budget(worker)
         )
         if page is not None:
             await self._make_room(worker, place, page, newcomer=entry)
