@@ -46,6 +46,7 @@ class App:
             self._private_store = PrivateStore()
             url = await self._private_store.start()
         self.table = SessionTable(url, timeout_seconds=settings.table_timeout_seconds)
+        self.ledger = Ledger(self.table)
         self.client = WorkerClient(connect_timeout_seconds=settings.connect_timeout_seconds)
         self.health = HealthLoop(
             self.client,
@@ -60,7 +61,7 @@ class App:
             pool=self.pool,
             client=self.client,
             table=self.table,
-            ledger=Ledger(self.table),
+            ledger=self.ledger,
             metrics=self.metrics,
         )
         self.conductor.retention.start()

@@ -39,14 +39,17 @@ UNGUARDED_SHARE = 0.5
 own: the default of our connector."""
 
 
+_FIRST_RETURNS = [PRIOR_TURNS / 2 * weight / (len(EDGES) + 1) for weight in (2, *[1] * 11)]
+"""More in the first bucket, which has all orders below a second: so of handles of which nothing is
+known the oldest is worth least."""
+
+
 @dataclass(slots=True)
 class ReturnTimes:
     """Gaps between turns of one group of sessions, and how many turns had no next one."""
 
     kept: float = PRIOR_TURNS
-    returned: list[float] = field(
-        default_factory=lambda: [PRIOR_TURNS / 2 / len(EDGES)] * len(EDGES)
-    )
+    returned: list[float] = field(default_factory=lambda: list(_FIRST_RETURNS))
 
     def turn_kept(self) -> None:
         """A turn ended and its blocks were kept."""
@@ -60,14 +63,25 @@ class ReturnTimes:
             self.returned[bucket] += 1
 
     def index(self, age_seconds: float) -> float:
-        """Hits per second of keeping from this age on, for the best time to keep."""
+        """Hits per second of keeping from this age on, for the best time to keep.
+
+        Within a bucket returns are taken to be spread evenly, but for the first: below a second
+        ages tell nothing.
+        """
         first = bisect_right(EDGES, age_seconds)
-        alive = max(self.kept - sum(self.returned[:first]), sum(self.returned[first:]))
+        if first == len(EDGES):
+            return 0.0
+        start, left = 0.0, 1.0
+        if first:
+            start, begin, end = age_seconds, EDGES[first - 1], EDGES[first]
+            left = (end - start) / (end - begin)
+        returned = self.returned[first] * left
+        alive = self.kept - sum(self.returned[:first]) - self.returned[first] * (1 - left)
+        alive = max(alive, returned + sum(self.returned[first + 1 :]))
         best = hits = time = 0.0
-        start = age_seconds
         for bucket in range(first, len(EDGES)):
             end = EDGES[bucket]
-            came = self.returned[bucket]
+            came = self.returned[bucket] if bucket > first else returned
             # Those that come in this bucket hold the blocks for half of it on average.
             time += (end - start) * (alive - came / 2)
             hits += came
@@ -192,7 +206,8 @@ def by_worth(
     """What may be given up, least valuable first.
 
     Left out: what is reserved, what can be claimed no more (nobody could release it), and, with a
-    ``newcomer`` that needs the room, whatever is worth as much as the newcomer will be.
+    ``newcomer`` that needs the room, whatever is worth more than the newcomer will be. Of equals
+    the oldest comes first.
     """
     limit = float("inf")
     if newcomer is not None and newcomer.blocks:
@@ -206,6 +221,6 @@ def by_worth(
         value = worth(
             groups.of(entry.group), age_seconds=age, tokens=entry.tokens, blocks=entry.blocks
         )
-        if value < limit:
+        if value <= limit:
             valued.append((value, entry.since, entry))
     return [entry for _, _, entry in sorted(valued, key=lambda each: each[:2])]

@@ -63,8 +63,25 @@ def identify(
             if value:
                 conversation = _checked(name.decode(), value.decode("latin-1"))
                 break
-    cache_key = _body_id(body, "prompt_cache_key") if conversation is None else None
-    scope = _digest(b"scope", tenant, str(body.get("model", "")), str(body.get("cache_salt") or ""))
+    return identity_of(
+        str(body.get("model", "")),
+        tenant=tenant,
+        cache_salt=str(body.get("cache_salt") or ""),
+        conversation=conversation,
+        cache_key=_body_id(body, "prompt_cache_key") if conversation is None else None,
+    )
+
+
+def identity_of(
+    model: str,
+    *,
+    tenant: str = "",
+    cache_salt: str = "",
+    conversation: str | None = None,
+    cache_key: str | None = None,
+) -> Identity:
+    """The identity of these ids."""
+    scope = _digest(b"scope", tenant, model, cache_salt)
     return Identity(
         tenant=tenant_digest(tenant),
         scope=scope,

@@ -96,6 +96,8 @@ end
 return {sum, string.format('%.0f', now), gone, sample}
 """
 
+_ALL = "return {redis.call('TIME'), redis.call('HGETALL', KEYS[1])}"
+
 _LONGEST_MS = 24 * 3600 * 1000
 
 
@@ -127,7 +129,7 @@ class Ledger:
     def __init__(self, table: SessionTable) -> None:
         self._table = table
         self._update = table.script(_UPDATE)
-        self._all = table.script("return redis.call('HGETALL', KEYS[1])")
+        self._all = table.script(_ALL)
 
     async def update(
         self,
@@ -172,10 +174,10 @@ class Ledger:
             candidates=_entries(sample),
         )
 
-    async def entries(self, place: Place) -> list[Entry]:
-        """Everything in a ledger, reservations included, newest first."""
-        flat = await self._table.run(self._all, keys=_keys(place), args=[])
-        return sorted(_entries(flat), key=lambda entry: entry.since, reverse=True)
+    async def entries(self, place: Place) -> tuple[float, list[Entry]]:
+        """Redis' Unix time, and everything in a ledger, reservations included."""
+        time, flat = await self._table.run(self._all, keys=_keys(place), args=[])
+        return int(time[0]) + int(time[1]) / 1e6, _entries(flat)
 
 
 def _entries(flat: list[bytes]) -> list[Entry]:

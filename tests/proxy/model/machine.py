@@ -26,6 +26,9 @@ LENGTHS = st.sampled_from([1, 15, 16, 17, 31, 32, 40, 63, 64, 65, 96, 128, 130, 
 """Around block boundaries (16, 32), span boundaries (64) and between."""
 
 
+TIMES = st.sampled_from([1.0, 10.0, 100.0, 445.0, 470.0, 485.0])
+
+
 @dataclass
 class Conversation:
     """What one client believes its history to be."""
@@ -211,7 +214,7 @@ class Reuse(RuleBasedStateMachine):
         if running:
             cancel(self.world, running[index % len(running)])
 
-    @rule(seconds=st.sampled_from([1.0, 10.0, 100.0, 445.0, 470.0, 485.0]))
+    @rule(seconds=TIMES)
     def time_passes(self, seconds: float) -> None:
         # Between the legs of a turn only a little: prefill's lease is another promise's matter.
         quiet = not any(gate.name == "prefill answer" for gate in self.world.gates)
@@ -253,6 +256,7 @@ class Budgeted(Reuse):
     pin_limit = 40
     budgeted = True
 
+    @rule(seconds=TIMES)
     def time_passes(self, seconds: float) -> None:
         # Calls to Redis take milliseconds or fail.
         while any(gate.name == "ledger" for gate in self.world.gates):
@@ -315,7 +319,7 @@ class Budgeted(Reuse):
             if world.clock - entry.since < entry.usable_seconds
         }
         if not world.entries_may_lack:
-            assert entries == world.table.held_ids()
+            assert entries == world.table.held_ids(), "the ledger is not what is held"
         self._quiet(TTL)
         for proxy in world.proxies:
             place = Place(proxy.decode.name, proxy.decode.epoch)
