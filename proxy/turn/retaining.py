@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from math import ceil
 
 from proxy import log
@@ -47,6 +48,28 @@ _MOST_VICTIMS = 1000
 _GUESSED_BLOCK = 16
 
 
+@dataclass(slots=True)
+class _Strays:
+    """Blocks that a decode worker says it pins beyond its ledger: of proxies that died at the wrong
+    moment, of releases that failed, of proxies on another Redis."""
+
+    blocks: int = 0
+    _last: int = 0
+    _asked: int = 0
+
+    def seen(self, worker: Worker, ledger_blocks: int) -> None:
+        """Compare, once for each time the worker was asked.
+
+        Only what was there twice counts: in between, pins are made and released that the ledger
+        is a moment ahead of, or behind.
+        """
+        if worker.facts_read == self._asked or worker.pinned_blocks is None:
+            return
+        self._asked = worker.facts_read
+        now = max(0, worker.pinned_blocks - ledger_blocks)
+        self.blocks, self._last = min(now, self._last), now
+
+
 class Retention:
     """The retention of one proxy. ``start`` and ``stop`` drive the sweep."""
 
@@ -69,6 +92,7 @@ class Retention:
         self._releases = releases
         self._groups = Groups()
         self._locks: dict[str, asyncio.Lock] = {}
+        self._stray: dict[Place, _Strays] = {}
         self._sweeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -81,11 +105,19 @@ class Retention:
 
     def budget(self, worker: Worker) -> int | None:
         """Blocks that may be retained on this worker; None while its size is unknown."""
-        return budget_blocks(
+        blocks = budget_blocks(
             share=self._settings.retention_share,
             pin_limit_blocks=worker.pin_limit_blocks,
             kv_blocks=worker.kv_blocks,
         )
+        return None if blocks is None else max(0, blocks - self._strays(worker).blocks)
+
+    def _strays(self, worker: Worker) -> _Strays:
+        place = Place(worker.name, worker.epoch)
+        if place not in self._stray:
+            self._stray = {k: v for k, v in self._stray.items() if k.worker != place.worker}
+            self._stray[place] = _Strays()
+        return self._stray[place]
 
     # What a turn says on its way.
 
@@ -299,10 +331,11 @@ class Retention:
 
     async def sweep(self, worker: Worker) -> None:
         """Drop what is overdue, and keep the budget if it has shrunk."""
+        place = Place(worker.name, worker.epoch)
+        page = await self._update(place, budget=self.budget(worker))
+        if page is not None:
+            self._strays(worker).seen(worker, page.blocks)
+            await self._make_room(worker, place, page)
         budget = self.budget(worker)
         if budget is not None:
             self._metrics.retention_budget_blocks.labels(worker.name).set(budget)
-        place = Place(worker.name, worker.epoch)
-        page = await self._update(place, budget=budget)
-        if page is not None:
-            await self._make_room(worker, place, page)

@@ -208,6 +208,7 @@ class FakeWorker:
         )
         if self.knobs.connector and self.role == "decode":
             page += f'vllm:kvloop_pin_limit_blocks{{engine="0"}} {self.pin_limit}\n'
+            page += f'vllm:kvloop_pinned_blocks{{engine="0"}} {self.pinned_blocks()}\n'
         return web.Response(text=page)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -353,7 +354,7 @@ class FakeWorker:
             self.cluster.pins[(self.engine_id, request_id)] = Pin(
                 tokens, blocks, time.monotonic() + lease
             )
-        handle = {
+        return {
             "do_remote_prefill": is_prefill,
             "do_remote_decode": not is_prefill,
             "remote_block_ids": [blocks] * self.knobs.groups,
@@ -368,9 +369,6 @@ class FakeWorker:
             "remote_blocks_expiry_time": None if is_prefill else time.perf_counter() + lease,
             "transfer_mode": "pull",
         }
-        if not is_prefill and self.knobs.connector:
-            handle["kvloop_lease_seconds"] = lease
-        return handle
 
     # Decode.
 
@@ -413,10 +411,12 @@ class FakeWorker:
         if self._refused:
             self.pins_refused += 1
             return None
-        lease = self.lease
-        if self.knobs.connector:
-            lease = min(lease, params.get("kvloop_lease_seconds", lease))
-        return self._handle([*prompt, *output][:-1], is_prefill=False, lease=lease)
+        asked = params.get("kvloop_lease_seconds") if self.knobs.connector else None
+        lease = self.lease if asked is None else min(self.lease, asked)
+        handle = self._handle([*prompt, *output][:-1], is_prefill=False, lease=lease)
+        if asked is not None:
+            handle["kvloop_lease_seconds"] = lease
+        return handle
 
     def _over_share(self, tokens: int) -> bool:
         blocks = self.pinned_blocks() + ceil(tokens / self.block_size)

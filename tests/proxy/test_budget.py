@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
 
 from proxy.session.identity import identity_of
 from proxy.turn.retaining import Retention
-from tests.fakes.worker import MODEL
+from tests.fakes.worker import MODEL, Pin
 from tests.proxy.conftest import Serve, Serving
 from tests.proxy.test_sessions import LONG, settled, user
 
@@ -113,6 +114,24 @@ async def test_the_gauges_say_what_decode_pins(serve: Serve) -> None:
     assert await retained(serving) == serving.decode.pinned_blocks()
     assert await serving.metric("kvloop_retained_block_seconds_total{") > 0
     assert await serving.metric("kvloop_turn_gap_seconds_count") == 1
+
+
+async def test_pins_that_no_ledger_knows_come_off_the_budget(serve: Serve) -> None:
+    """As long as decode reports them: of a proxy that died, say."""
+    serving = await serve(fake=SMALL)
+    worker = next(each for each in serving.app.pool.workers if each.role == "decode")
+    retention = serving.app.conductor.retention
+    decode = serving.decode
+    decode.cluster.pins[decode.engine_id, "stray"] = Pin([], list(range(50)), math.inf)
+    while retention.budget(worker) != 52:
+        await retention.sweep(worker)
+        await asyncio.sleep(0.01)
+    await ended(serving, *(f"chat {number}" for number in range(8)))
+    assert decode.pins_refused == 0
+    del decode.cluster.pins[decode.engine_id, "stray"]
+    while retention.budget(worker) != 102:
+        await retention.sweep(worker)
+        await asyncio.sleep(0.01)
 
 
 async def test_leases_that_end_unused_are_counted(serve: Serve) -> None:

@@ -38,7 +38,7 @@ def test_likely_histories_read_no_wrong_kv_and_do_pull() -> None:
 def test_likely_histories_keep_the_budget_and_the_books() -> None:
     """With little room: what is given up is never pulled nor released twice, the budget holds when
     nothing is under way, and the ledger says what is held, whatever died on the way."""
-    worlds = [play(seed, kind=Budgeted).world for seed in range(60)]
+    worlds = [play(seed, kind=Budgeted).world for seed in range(40)]
     assert sum(len(world.evicted) for world in worlds) > 30
     assert sum(world.pulled for world in worlds) > 1_000
 
