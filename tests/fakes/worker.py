@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -118,6 +119,8 @@ class FakeWorker:
         self.lease = lease
         self.knobs = Knobs()
         self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.more_metrics: Callable[[], str] = str
+        """Gives lines to add to the page of metrics."""
         self.started_at = time.time()
         self.open_requests = 0
         self.aborted = 0
@@ -206,10 +209,11 @@ class FakeWorker:
             f'enable_prefix_caching="{self._cache is not None}",engine="0",'
             f'num_gpu_blocks="{self.block_count}"}} 1.0\n'
         )
-        if self.knobs.connector and self.role == "decode":
+        # A recorded page brings its own.
+        if self.knobs.connector and self.role == "decode" and self.more_metrics is str:
             page += f'vllm:kvloop_pin_limit_blocks{{engine="0"}} {self.pin_limit}\n'
             page += f'vllm:kvloop_pinned_blocks{{engine="0"}} {self.pinned_blocks()}\n'
-        return web.Response(text=page)
+        return web.Response(text=page + self.more_metrics())
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(
