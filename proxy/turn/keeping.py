@@ -70,7 +70,10 @@ class Keeping:
             turn.kept = "unknown"
             return
         turn.kept = "stored" if stored else "released"
-        if not stored:
+        if stored:
+            turn.holding_left = holding.id
+            turn.kept_tokens = holding.fingerprint.token_count
+        else:
             self._parts.releases.later(turn.model, holding)
 
     async def _store(self, turn: Turn, holding: Holding) -> bool | None:
@@ -80,6 +83,7 @@ class Keeping:
         granted = holding.handle.get("kvloop_lease_seconds") if holding.handle else None
         if isinstance(granted, (int, float)) and granted > 0:
             ttl = min(ttl, granted - settings.expiry_margin_seconds)
+        turn.kept_seconds = ttl
         stored: bool | None = False
         if ttl > 0:
             try:

@@ -35,6 +35,8 @@ class Worker:
     kv_blocks: int | None = None
     pin_limit_blocks: int | None = None
     """Most blocks its connector pins; None without our connector."""
+    pinned_blocks: int | None = None
+    """Blocks it keeps for finished turns, when its metrics were last read; None as above."""
     outstanding: int = 0
     """Turns sent and not yet finished, by this proxy."""
     render: bool | None = None
