@@ -74,11 +74,14 @@ function drawTiles() {
 // Charts: lines over the last quarter of an hour.
 function drawChart(id, lines, unit, top) {
   const svg = $(id), W = svg.clientWidth || 500, H = svg.clientHeight || 170, left = 46, right = 8, bottom = 20, head = 10;
-  const oldest = state.now - MINUTES * 60;
+  // A young proxy's chart begins with its first turn.
+  const first = Math.min(state.now, ...state.slices.keys());
+  const seconds = [120, 300, 600, MINUTES * 60].find((each) => each >= state.now - first) || MINUTES * 60;
+  const oldest = state.now - seconds;
   const slices = [...state.slices.values()].filter((slice) => slice.start >= oldest).sort((a, b) => a.start - b.start);
   const points = lines.map(([name, value]) => [name, slices.map((slice) => [slice.start + 5, value(slice)]).filter((point) => point[1] != null)]);
   const highest = top ?? Math.max(1e-9, ...points.flatMap(([, list]) => list.map((point) => point[1]))) * 1.1;
-  const x = (at) => left + (W - left - right) * (at - oldest) / (MINUTES * 60);
+  const x = (at) => left + (W - left - right) * (at - oldest) / seconds;
   const y = (value) => H - bottom - (H - bottom - head) * Math.min(1, value / highest);
   const parts = [];
   for (let step = 0; step <= 4; step++) {
@@ -86,9 +89,9 @@ function drawChart(id, lines, unit, top) {
     parts.push(make("line", { class: "grid", x1: left, x2: W - right, y1: y(value), y2: y(value) }));
     if (step % 2 === 0) parts.push(make("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, unit(value)));
   }
-  for (const minutes of [15, 10, 5, 0]) {
-    const anchor = minutes === 15 ? "start" : minutes ? "middle" : "end";
-    parts.push(make("text", { x: x(state.now - minutes * 60), y: H - 5, "text-anchor": anchor }, minutes ? `−${minutes} min` : "now"));
+  for (const share of [1, 0.5, 0]) {
+    const minutes = seconds * share / 60, anchor = share === 1 ? "start" : share ? "middle" : "end";
+    parts.push(make("text", { x: x(state.now - minutes * 60), y: H - 5, "text-anchor": anchor }, minutes ? `−${number(minutes)} min` : "now"));
   }
   for (const [name, list] of points) {
     let path = "", before = -Infinity;
