@@ -63,14 +63,18 @@ function drawTiles() {
     [percent(sum.reused, sum.prompt), "prompt tokens not computed", sum.reused > 0],
     [ms(reused), cold ? `to first token; cold ≈ ${ms(cold)}` : "to first token with reuse", cold && reused < cold],
     [cold && reused ? `${number(cold / reused)}×` : "–", "sooner than cold (estimated)", cold && reused < cold],
-    [number(sum.turns / 300), "turns a second", false],
     [pinned.length ? percent(total("pinned_blocks"), total("pin_limit_blocks")) : "–", "of the room for kept KV", false],
-    [`${state.in_flight}${state.queued ? ` + ${state.queued}` : ""}`, state.queued ? "turns under way + waiting" : "turns under way", false],
+    [number(sum.turns / 300), `turns a second, ${state.in_flight} under way${state.queued ? `, ${state.queued} waiting` : ""}`, false],
   ];
   $("tiles").replaceChildren(...tiles.map(([value, text, good]) =>
     make("div", { class: "tile" }, make("b", good ? { class: "good" } : {}, value), make("span", {}, text))));
 }
 
+// The next number that is easy to read on an axis.
+function round(value) {
+  const unit = 10 ** Math.floor(Math.log10(value));
+  return unit * [1, 2, 4, 6, 8, 10].find((each) => each * unit >= value * 1.02);
+}
 // Charts: lines over the last quarter of an hour.
 function drawChart(id, lines, unit, top) {
   const svg = $(id), W = svg.clientWidth || 500, H = svg.clientHeight || 170, left = 46, right = 8, bottom = 20, head = 10;
@@ -79,8 +83,8 @@ function drawChart(id, lines, unit, top) {
   const seconds = [120, 300, 600, MINUTES * 60].find((each) => each >= state.now - first) || MINUTES * 60;
   const oldest = state.now - seconds;
   const slices = [...state.slices.values()].filter((slice) => slice.start >= oldest).sort((a, b) => a.start - b.start);
-  const points = lines.map(([name, value]) => [name, slices.map((slice) => [slice.start + 5, value(slice)]).filter((point) => point[1] != null)]);
-  const highest = top ?? Math.max(1e-9, ...points.flatMap(([, list]) => list.map((point) => point[1]))) * 1.1;
+  const points = lines.map(([name, value]) => [name, slices.map((slice) => [Math.min(state.now, slice.start + 5), value(slice)]).filter((point) => point[1] != null)]);
+  const highest = top ?? round(Math.max(1, ...points.flatMap(([, list]) => list.map((point) => point[1]))));
   const x = (at) => left + (W - left - right) * (at - oldest) / seconds;
   const y = (value) => H - bottom - (H - bottom - head) * Math.min(1, value / highest);
   const parts = [];
@@ -123,10 +127,10 @@ function drawFlow() {
   svg.style.height = `${H}px`;
   places.clear();
   const edges = make("g"), nodes = make("g"), middle = H / 2;
-  const proxyX = narrow ? 112 : W * 0.34;
-  place("clients", narrow ? 34 : 70, middle);
+  const proxyX = narrow ? 122 : W * 0.34;
+  place("clients", narrow ? 38 : 70, middle);
   place("proxy", proxyX, middle);
-  const from = narrow ? 168 : W * 0.5, room = W - from - 6;
+  const from = narrow ? 164 : W * 0.5, room = W - from - 6;
   for (const role of ["prefill", "decode"]) {
     const workers = state.workers.filter((worker) => worker.role === role).slice(0, narrow ? 3 : 6);
     workers.forEach((worker, at) => {
@@ -143,7 +147,7 @@ function drawFlow() {
   edges.append(make("path", { class: "edge", d: curve("clients", "proxy") }));
   nodes.append(simpleNode("clients", "clients", 0), simpleNode("proxy", "proxy", 0));
   const dots = make("g", { id: "dots" });
-  svg.replaceChildren(edges, nodes, dots);
+  svg.replaceChildren(edges, dots, nodes);  // turns pass behind the boxes
 }
 function place(name, x, y) { places.set(name, [x, y]); }
 function curve(one, other) {
@@ -302,7 +306,7 @@ function listen() {
   });
 }
 
-$("legend").replaceChildren(...KINDS.flatMap(([name, text]) => [make("i", { class: name }), text]));
+$("legend").replaceChildren(...KINDS.map(([name, text]) => make("span", {}, make("i", { class: name }), text)));
 $("theme").addEventListener("click", () => {
   const dark = (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
   document.documentElement.dataset.theme = dark ? "light" : "dark";
