@@ -64,6 +64,13 @@ class RedisLink:
             wire = await self._connect()
         return await wire.ask(words)
 
+    async def together(self, *commands: tuple[Argument, ...]) -> list[Any]:
+        """The replies to several commands, sent in one write and done in their order."""
+        wire = self._wire
+        if wire is None or wire.closed:
+            wire = await self._connect()
+        return await asyncio.gather(*(wire.ask(words) for words in commands))
+
     async def close(self) -> None:
         if self._connecting is not None:
             self._connecting.cancel()
@@ -107,7 +114,7 @@ class _Wire(asyncio.Protocol):
         self._transport.set_protocol(self)
         self._transport.resume_reading()
 
-    async def ask(self, words: tuple[Argument, ...]) -> Any:
+    def ask(self, words: tuple[Argument, ...]) -> asyncio.Future[Any]:
         reply: asyncio.Future[Any] = self._loop.create_future()
         if not self._unsent:
             # What other turns ask in this turn of the loop goes along.
@@ -117,7 +124,7 @@ class _Wire(asyncio.Protocol):
         self._waiting.append((reply, due))
         if self._timer is None:
             self._timer = self._loop.call_at(due, self._tick)
-        return await reply
+        return reply
 
     def _send(self) -> None:
         unsent, self._unsent = self._unsent, []

@@ -277,7 +277,8 @@ def table(results: list[Result]) -> str:
 
 def chunk_costs(results: list[Result]) -> str:
     """CPU per relayed chunk: what the longest answers cost more than the shortest."""
-    few, many = (f(each.cell.chunks for each in results) for f in (min, max))
+    counts = [each.cell.chunks for each in results]
+    few, many = min(counts), max(counts)
     if few == many:
         return ""
     cost = {(each.cell, each.target): each.cpu for each in results}
@@ -286,9 +287,8 @@ def chunk_costs(results: list[Result]) -> str:
         if each.cell.chunks == many and each.target != DIRECT:
             short = Cell(each.cell.prompt_bytes, few, each.cell.clients)
             micro = 1000 * (each.cpu - cost[short, each.target]) / (many - few)
-            lines.append(
-                f"| {each.cell.clients} | {each.cell.prompt_bytes:,} | {each.target} | {micro:.2f} |"
-            )
+            at = f"{each.cell.clients} | {each.cell.prompt_bytes:,}"
+            lines.append(f"| {at} | {each.target} | {micro:.1f} |")
     return "\n".join(lines)
 
 
