@@ -175,14 +175,14 @@ class SessionTable:
         it goes too.
         """
         key = b"kvloop:{" + scope.encode() + b"}:h:" + id.encode()
-        record = await self._guard(lambda: self._redis.getdel(key))
+        record = await self._guard(lambda: self._link.command("GETDEL", key))
         holding = decode(id, record) if record else None
         if why is None:
-            await self._guard(lambda: self._redis.unlink(key + MARK.encode()))
+            await self._guard(lambda: self._link.command("UNLINK", key + MARK.encode()))
         elif holding is not None:
             mark = encode(mark_of(holding, why))
             await self._guard(
-                lambda: self._redis.set(key + MARK.encode(), mark, xx=True, keepttl=True)
+                lambda: self._link.command("SET", key + MARK.encode(), mark, "XX", "KEEPTTL")
             )
         return holding
 
