@@ -8,6 +8,7 @@ from proxy import log
 from proxy.api import admin, operations
 from proxy.api.chat import ChatRoute
 from proxy.api.http import Receive, Scope, Send
+from proxy.api.live import Live
 from proxy.api.stalls import StallWatch
 from proxy.gauges import StateGauges
 from proxy.metrics import Metrics
@@ -83,6 +84,7 @@ class App:
             read_timeout=settings.client_read_timeout_seconds,
         )
         self._operations = operations.build(self)
+        self.live = Live(self)
         self.admin = admin.build(self)
         self.health.start()
         log.event(
@@ -96,6 +98,7 @@ class App:
             log.event("verification_is_off", note="answers may be wrong; for tests only")
 
     async def stop(self) -> None:
+        self.live.close()
         await self.switch.stop()
         await self._stalls.stop()
         await self.gauges.stop()

@@ -198,6 +198,13 @@ class Settings(BaseSettings):
     )
     pull_pause_seconds: Seconds = Field(30, description="How long that pause is.")
 
+    recent_turns: int = Field(
+        2000,
+        ge=1,
+        le=100_000,
+        description="Turns that the live page remembers, about 1 kB each. No text is among it.",
+    )
+
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
 
     @field_validator("prefill_urls", "decode_urls", mode="before")

@@ -17,6 +17,8 @@ from hashlib import blake2b
 from typing import Any
 
 CONVERSATION_HEADERS = (b"x-conversation-id", b"x-session-id")
+BY_PREFIX = "by-prefix"
+"""Label of a conversation that the client did not name."""
 MAX_ID_LENGTH = 512
 """Characters. Longer ids are refused: nobody types them, and they would sit in every log line."""
 
@@ -38,7 +40,7 @@ class Identity:
     @property
     def label(self) -> str:
         """For logs: tells conversations apart, names nobody."""
-        return self.conversation.hex()[:12] if self.conversation else "by-prefix"
+        return self.conversation.hex()[:12] if self.conversation else BY_PREFIX
 
 
 class IdentityError(ValueError):

@@ -16,6 +16,7 @@ import time
 from proxy import log
 from proxy.errors import NoWorker, WorkerError, WorkerRefused
 from proxy.metrics import Metrics
+from proxy.recent import RecentTurns
 from proxy.session.ledger import Ledger
 from proxy.session.table import SessionTable
 from proxy.settings import Settings
@@ -72,7 +73,8 @@ class Conductor:
         self._lookup = Lookup(self._parts)
         self._prefill = PrefillLeg(self._parts)
         self._decode = DecodeLeg(self._parts)
-        self._books = Books(metrics)
+        self.recent = RecentTurns(settings.recent_turns)
+        self._books = Books(metrics, self.recent)
         self.admission = Admission(
             metrics,
             max_in_flight=settings.max_in_flight,

@@ -71,7 +71,10 @@ class Keeping:
             turn.kept = "unknown"
             return
         turn.kept = "stored" if stored else "released"
-        if not stored:
+        if stored:
+            turn.holding_left = holding.id
+            turn.kept_tokens = holding.fingerprint.token_count
+        else:
             self._parts.releases.later(turn.model, holding)
 
     async def _store(self, turn: Turn, worker: Worker, holding: Holding) -> bool | None:
@@ -82,6 +85,7 @@ class Keeping:
         if isinstance(granted, (int, float)) and granted > 0:
             pinned = min(pinned, granted)
             ttl = min(ttl, pinned - settings.expiry_margin_seconds)
+        turn.kept_seconds = ttl
         holding = replace(holding, kept_at=time.time(), group=retention.group(turn))
         retention.turn_kept(turn)
         stored: bool | None = False

@@ -58,6 +58,12 @@ class Turn:
     attempts: int = 0
     ttft: float | None = None
     kept: str = ""
+    holding_used: str = ""
+    """Id of the holding that was claimed: the turn that left it is the one before this."""
+    holding_left: str = ""
+    """Id of the holding that this turn left for the next."""
+    kept_tokens: int = 0
+    kept_seconds: float = 0.0
     claimed: Holding | None = None
     """A holding taken out of the table that prefill has neither pulled nor released yet."""
     taken: Holding | None = None

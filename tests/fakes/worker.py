@@ -58,6 +58,8 @@ class Knobs:
     """As vLLM's stream-interval: one token a chunk by default."""
     chunk_delay: float = 0.0
     prefill_delay: float = 0.0
+    token_delay: float = 0.0
+    """Seconds of prefill for each prompt token that is neither pulled nor cached."""
     plugin: bool = True
     """Emit the kvloop comment event before [DONE]."""
     connector: bool = True
@@ -288,8 +290,10 @@ class FakeWorker:
                     text=_error("Internal server error", "InternalServerError", 500),
                     content_type="application/json",
                 )
-        if self.knobs.prefill_delay:
-            await asyncio.sleep(self.knobs.prefill_delay)
+        delay = self.knobs.prefill_delay
+        delay += self.knobs.token_delay * (len(prompt) - pulled - local)
+        if delay:
+            await asyncio.sleep(delay)
         if self._cache is not None:
             for whole in range(1, len(prompt) // self.block_size + 1):
                 self._cache.add(tuple(prompt[: whole * self.block_size]))
