@@ -81,6 +81,7 @@ class App:
             self.metrics,
             self.conductor.admission,
             lambda: self.conductor.reuse_on,
+            lambda: self.conductor.background_tasks,
         )
         self.health.start()
         log.event(

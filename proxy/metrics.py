@@ -98,6 +98,16 @@ class Metrics:
             "kvloop_turns_in_flight", "Turns under way in this process.", registry=registry
         )
         self.queued = Gauge("kvloop_turns_queued", "Turns waiting for a place.", registry=registry)
+        self.background_tasks = Gauge(
+            "kvloop_background_tasks",
+            "Work that outlives its turn: releases, prefills finished for a client that left.",
+            registry=registry,
+        )
+        self.event_loop_tasks = Gauge(
+            "kvloop_event_loop_tasks",
+            "All asyncio tasks of this process. Growing while turns in flight do not: a leak.",
+            registry=registry,
+        )
         self.http_errors = Counter(
             "kvloop_http_errors", "Error answers sent to clients.", ("status",), registry=registry
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ def build(
     metrics: Metrics,
     admission: Admission,
     reuse_on: Callable[[], bool],
+    background_tasks: Callable[[], int],
 ) -> FastAPI:
     """The documented surface (``/docs``), apart from the generating routes."""
     app = FastAPI(
@@ -93,6 +95,8 @@ def build(
         """Prometheus text format."""
         metrics.in_flight.set(admission.in_flight)
         metrics.queued.set(admission.queued)
+        metrics.background_tasks.set(background_tasks())
+        metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
         for worker in pool.workers:
             labels = (worker.name, str(worker.role))
             metrics.worker_healthy.labels(*labels).set(int(worker.healthy))
