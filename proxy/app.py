@@ -14,7 +14,8 @@ from proxy.session.private_store import PrivateStore
 from proxy.session.table import SessionTable
 from proxy.settings import Settings
 from proxy.switch import ReuseSwitch
-from proxy.turn.conductor import CHAT_PATH, Conductor
+from proxy.turn.conductor import Conductor
+from proxy.turn.wire import CHAT_PATH
 from proxy.workers.client import WorkerClient
 from proxy.workers.health import HealthLoop, ModelList
 from proxy.workers.pool import Pool, Role, Worker

@@ -21,7 +21,8 @@ from proxy.api.validate import check_chat, parse_object
 from proxy.errors import ClientError, KvloopError, http_answer
 from proxy.metrics import Metrics
 from proxy.session.identity import IdentityError, identify
-from proxy.turn.conductor import Conductor, Turn
+from proxy.turn.conductor import Conductor
+from proxy.turn.record import Turn
 from proxy.workers.health import ModelList
 
 _MAX_REQUEST_ID = 128

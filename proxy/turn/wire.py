@@ -16,6 +16,7 @@ import orjson
 from proxy.session.holding import Holding
 from proxy.turn.plan import PrefillWithPull
 
+CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 
 STRIPPED_FROM_CLIENTS = ("kv_transfer_params", "ec_transfer_params", "conversation_id")

@@ -78,7 +78,7 @@ async def give_back(app: App, body: dict[str, Any]) -> None:
     identity = identify(body, {})
     for holding in await app.table.find(identity, PromptTokens(identity.namespace, [])):
         if await app.table.claim(identity, holding) and holding.handle is not None:
-            await app.conductor._release(body["model"], holding)
+            await app.conductor.releases.send(body["model"], holding)
 
 
 async def fifth_turn(

@@ -69,7 +69,7 @@ async def release_all(workers: Workers, body: dict[str, Any]) -> None:
         nothing = PromptTokens(identity.namespace, [])
         for holding in await app.table.find(identity, nothing):
             assert await app.table.claim(identity, holding)
-            await app.conductor._release(body["model"], holding)
+            await app.conductor.releases.send(body["model"], holding)
 
 
 def proxy_settings(pair: Pair, **more: Any) -> Settings:

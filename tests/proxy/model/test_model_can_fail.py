@@ -12,7 +12,8 @@ import pytest
 from proxy.errors import TableUnavailable
 from proxy.session.fingerprint import PromptTokens
 from proxy.turn import wire
-from proxy.turn.conductor import Conductor
+from proxy.turn.prefill_leg import PrefillLeg
+from proxy.turn.releases import Releases
 from tests.proxy.model import world
 from tests.proxy.model.player import play
 
@@ -47,14 +48,14 @@ def claim_without_del(patch: Patch) -> None:
 
 
 def release_dropped(patch: Patch) -> None:
-    patch.setattr(Conductor, "_release_later", lambda *given, **more: None)
+    patch.setattr(Releases, "later", lambda *given, **more: None)
 
 
 def unread_handle_forgotten(patch: Patch) -> None:
     async def ended(self: object, turn: object, worker: object, call: object, held: object) -> None:
         await asyncio.wait([call])  # type: ignore[type-var]
 
-    patch.setattr(Conductor, "_abandoned_prefill", ended)
+    patch.setattr(PrefillLeg, "_abandoned_prefill", ended)
 
 
 def late_commit_taken_for_none(patch: Patch) -> None:
@@ -85,15 +86,15 @@ def expiry_lost(patch: Patch) -> None:
 
 
 def tokens_ahead_believed(patch: Patch) -> None:
-    from proxy.turn import conductor
+    from proxy.turn import keeping
 
-    right = conductor.held_tokens
+    right = keeping.held_tokens
 
     def wrong(prompt: Any, output: Any, count: int, *, ids_complete: bool) -> Any:
         found = right(prompt, output, count, ids_complete=ids_complete)
         return None if found is None else replace(found, token_count=count)
 
-    patch.setattr(conductor, "held_tokens", wrong)
+    patch.setattr(keeping, "held_tokens", wrong)
     tail_not_compared(patch)
 
 

@@ -33,9 +33,14 @@ from proxy.session.fingerprint import PromptTokens, anchors, lookup_keys
 from proxy.session.holding import Holding, decode, encode
 from proxy.session.identity import Identity, identify
 from proxy.settings import Settings
-from proxy.turn import conductor as conductor_module
-from proxy.turn.conductor import Conductor, Turn
+from proxy.turn import conductor, decode_leg, lookup, parts, prefill_leg, record, releases
+from proxy.turn.conductor import Conductor
+from proxy.turn.record import Turn
+from proxy.workers import verdicts
 from proxy.workers.pool import Pool, Role, Worker
+
+_CLOCKED = (conductor, decode_leg, lookup, parts, prefill_leg, record, releases, verdicts)
+"""Modules that read the clock."""
 
 _TURN: ContextVar[asyncio.Task[Any] | None] = ContextVar("turn", default=None)
 """The turn on whose behalf something runs; the tasks that it starts inherit it."""
@@ -134,16 +139,18 @@ class World:
         self.restarts = 0
         self.decode = Decode("d0", "1", block_size, groups)
         self.table = ModelTable(self)
-        self._time = conductor_module.time
-        conductor_module.time = SimpleNamespace(monotonic=lambda: self.clock)  # type: ignore[assignment]
-        self._settles = conductor_module._ABORT_SETTLES
-        conductor_module._ABORT_SETTLES = 0.0
+        self._time = conductor.time
+        for module in _CLOCKED:
+            module.time = SimpleNamespace(monotonic=lambda: self.clock)  # type: ignore[attr-defined]
+        self._settles = prefill_leg.ABORT_SETTLES
+        prefill_leg.ABORT_SETTLES = 0.0
         self.proxies = [ModelProxy(self) for _ in range(proxies)]
         self.turns: list[ModelTurn] = []
 
     def close(self) -> None:
-        conductor_module.time = self._time
-        conductor_module._ABORT_SETTLES = self._settles
+        for module in _CLOCKED:
+            module.time = self._time  # type: ignore[attr-defined]
+        prefill_leg.ABORT_SETTLES = self._settles
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
         self.settle()
@@ -653,7 +660,7 @@ def cancel(world: World, turn: ModelTurn) -> None:
 def crash(world: World, proxy: ModelProxy) -> None:
     """The replica's process dies: whatever it was about to do is never done."""
     tasks = [each.task for each in world.turns if each.proxy is proxy]
-    tasks += list(proxy.conductor._background)
+    tasks += list(proxy.conductor.background.tasks)
     for key, pin in world.pins.items():
         if world.table.holds(key) or any(
             _running(task) and task not in tasks for task in (pin.task, world.claimed.get(key))
@@ -664,7 +671,7 @@ def crash(world: World, proxy: ModelProxy) -> None:
     for task in tasks:
         task.cancel()
     world.settle()
-    dead = set(proxy.conductor._background)
+    dead = set(proxy.conductor.background.tasks)
     for task in dead:
         task.cancel()
     world.settle()

@@ -1,0 +1,228 @@
+"""[io] Decode's part of a turn: send, relay, and hand over what decode says of its KV."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import orjson
+
+from proxy import log
+from proxy.errors import WorkerError, WorkerFailed, WorkerRefused, WorkerUnreachable
+from proxy.relay.sse import (
+    TURN_EVENT_PREFIX,
+    EventSplitter,
+    carries_content,
+    event_data,
+    split_events,
+    stream_error,
+    take_turn_event,
+)
+from proxy.session.fingerprint import PromptTokens
+from proxy.turn import wire
+from proxy.turn.keeping import Keeping
+from proxy.turn.parts import Parts
+from proxy.turn.record import Prompt, Sink, Turn
+from proxy.turn.wire import CHAT_PATH
+from proxy.workers.pool import Worker
+
+_LAST_WORDS_SECONDS = 0.05
+"""How long a plain answer may still arrive after its client left: decode may have finished and
+pinned blocks in that very moment, and only the answer says which."""
+_DONE_END = b"data: [DONE]\n\n"
+
+
+class Repeatable(Exception):
+    """Decode failed before any content reached the client."""
+
+    def __init__(self, error: WorkerError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class DecodeLeg:
+    """Performs decode legs."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._keeping = Keeping(parts)
+
+    async def perform(
+        self,
+        turn: Turn,
+        worker: Worker,
+        handle: dict[str, Any] | None,
+        prompt: Prompt | None,
+        sink: Sink,
+    ) -> None:
+        keep = handle is not None and prompt is not None and self._parts.reuse_on
+        body = wire.decode_body(
+            turn.body,
+            handle,
+            ids_json=prompt.json if prompt else None,
+            keep=keep,
+            ask_ids=worker.plugin is not True,
+        )
+        kept_prompt = prompt.tokens if prompt and keep else None
+        headers = {"X-Request-Id": f"{turn.request_id}-d{turn.attempts}"}
+        if turn.streamed:
+            await self._decode_stream(turn, worker, body, headers, kept_prompt, sink)
+        else:
+            await self._decode_whole(turn, worker, body, headers, kept_prompt, sink)
+
+    async def _decode_whole(
+        self,
+        turn: Turn,
+        worker: Worker,
+        body: bytes,
+        headers: dict[str, str],
+        prompt: PromptTokens | None,
+        sink: Sink,
+    ) -> None:
+        call = asyncio.ensure_future(
+            self._parts.client.call(
+                worker,
+                CHAT_PATH,
+                body,
+                timeout=self._parts.settings.first_byte_timeout_seconds,
+                headers=headers,
+            )
+        )
+        try:
+            with turn.leg("decode"):
+                answer = await asyncio.shield(call)
+        except (WorkerFailed, WorkerUnreachable) as error:
+            raise Repeatable(error) from error
+        except asyncio.CancelledError:
+            self._parts.background.start(self._last_words(turn, worker, call), "last words")
+            raise
+        worker.answered()
+        self._handed_over(turn, worker)
+        await self._parts.background.carry_through(
+            self._keeping.keep(turn, worker, prompt, wire.ending_of_answer(turn.body, answer)),
+            "keep",
+        )
+        clean = wire.client_answer(answer, client_asked_ids=bool(turn.body.get("return_token_ids")))
+        turn.first_content()
+        await sink.begin("application/json", turn.headers())
+        await sink.write(orjson.dumps(clean), last=True)
+
+    async def _last_words(
+        self, turn: Turn, worker: Worker, call: asyncio.Future[dict[str, Any]]
+    ) -> None:
+        """Abort decode's call, unless its answer is there: then give back what it kept."""
+        try:
+            async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                answer = await call
+        except (WorkerError, TimeoutError):
+            return
+        await self._keeping.unkeep(turn, worker, wire.ending_of_answer(turn.body, answer))
+
+    async def _decode_stream(
+        self,
+        turn: Turn,
+        worker: Worker,
+        body: bytes,
+        headers: dict[str, str],
+        prompt: PromptTokens | None,
+        sink: Sink,
+    ) -> None:
+        settings = self._parts.settings
+        splitter = EventSplitter()
+        held: list[bytes] = []
+        begun = kept = False
+        sent = time.monotonic()
+        try:
+            async with self._parts.client.stream(
+                worker,
+                CHAT_PATH,
+                body,
+                first_byte_timeout=settings.first_byte_timeout_seconds,
+                headers=headers,
+            ) as response:
+                timeout = settings.first_byte_timeout_seconds
+                try:
+                    while True:
+                        data = await self._parts.client.read_some(worker, response, timeout=timeout)
+                        block = splitter.feed(data) if data else splitter.flush()
+                        if block:
+                            if not begun:
+                                self._handed_over(turn, worker)
+                                held.append(block)
+                                if not _committed(worker, block):
+                                    continue
+                                block = b"".join(held)
+                                turn.legs["decode"] = time.monotonic() - sent
+                                turn.first_content()
+                                await sink.begin(
+                                    response.headers.get("Content-Type", "text/event-stream"),
+                                    turn.headers(),
+                                )
+                                begun = True
+                                timeout = settings.chunk_timeout_seconds
+                            if not kept and (
+                                TURN_EVENT_PREFIX in block or block.endswith(_DONE_END)
+                            ):
+                                block, event = take_turn_event(block)
+                                kept = True
+                                await self._parts.background.carry_through(
+                                    self._keeping.keep(
+                                        turn, worker, prompt, wire.ending_of_event(event)
+                                    ),
+                                    "keep",
+                                )
+                            if block.startswith(b'data: {"error"'):
+                                self._parts.metrics.stream_errors.inc()
+                                turn.kept = "stream_error"
+                                log.event(
+                                    "stream_error", request=turn.request_id, worker=worker.name
+                                )
+                            if block:
+                                await sink.write(block)
+                        if not data:
+                            break
+                except asyncio.CancelledError:
+                    if not kept and (rest := self._parts.client.arrived(response)):
+                        _, event = take_turn_event(splitter.feed(rest))
+                        ending = wire.ending_of_event(event)
+                        self._parts.background.start(
+                            self._keeping.unkeep(turn, worker, ending), "unkeep"
+                        )
+                    raise
+                if not begun:
+                    raise WorkerFailed(worker.name, 200, "ended its stream without content")
+                worker.answered()
+        except (WorkerFailed, WorkerUnreachable) as error:
+            if not begun:
+                raise Repeatable(error) from error
+            self._parts.metrics.stream_errors.inc()
+            log.event("stream_broken", request=turn.request_id, error=str(error))
+            turn.kept = "stream_error"
+            # Status 200 is out: say it in the stream, as vLLM itself does.
+            await sink.write(
+                b'data: {"error":{"message":"The model worker stopped answering.",'
+                b'"type":"api_error","param":null,"code":"worker_failed"}}\n\n' + _DONE_END
+            )
+        await sink.write(b"", last=True)
+
+    def _handed_over(self, turn: Turn, worker: Worker) -> None:
+        if not turn.handed_over:
+            turn.handed_over = True
+            worker.transfer_succeeded()
+
+
+def _committed(worker: Worker, block: bytes) -> bool:
+    """Has the answer begun in earnest? Raises what an error event says."""
+    for event in split_events(block):
+        data = event_data(event)
+        if data is None:
+            continue
+        if error := stream_error(data):
+            code = error.get("code")
+            if type(code) is int and 400 <= code < 500:
+                raise WorkerRefused(worker.name, code, data, "application/json")
+            raise WorkerFailed(worker.name, 0, "reported an error in its stream")
+        if carries_content(data):
+            return True
+    return False

@@ -1,0 +1,109 @@
+"""[io] One turn's record: what was asked, what is known, what was decided, how it went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from proxy.session.fingerprint import PromptTokens
+from proxy.session.holding import Holding
+from proxy.session.identity import Identity
+from proxy.turn.plan import DecodeOnly, PrefillWithPull, TurnPlan
+from proxy.turn.reasons import Reason
+
+
+class Sink(Protocol):
+    """Where an answer goes. ``begin`` once, then ``write`` as often as needed."""
+
+    async def begin(self, content_type: str, headers: dict[str, str]) -> None: ...
+
+    async def write(self, data: bytes, *, last: bool = False) -> None: ...
+
+
+@dataclass(slots=True)
+class Turn:
+    """One request on its way. Set by the route: the first block; by the conductor: the rest."""
+
+    body: dict[str, Any]
+    identity: Identity
+    request_id: str
+    started: float
+
+    route: str = ""
+    reason: Reason = Reason.NEW_SESSION
+    stage: str = "queue"
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    pulled_tokens: int | None = None
+    prefill_cached_tokens: int | None = None
+    planned_pull: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    attempts: int = 0
+    ttft: float | None = None
+    kept: str = ""
+    claimed: Holding | None = None
+    """A holding taken out of the table that prefill has neither pulled nor released yet."""
+    handed_over: bool = True
+    """False between prefill's answer and decode's first sign of life."""
+    legs: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str:
+        return str(self.body["model"])
+
+    @property
+    def streamed(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    def headers(self) -> dict[str, str]:
+        """What is known about the turn, for the client."""
+        found = {
+            "X-Request-Id": self.request_id,
+            "X-KVLoop-Route": self.route,
+            "X-KVLoop-Reason": str(self.reason),
+            "X-KVLoop-Reused-Tokens": str(self.reused_tokens),
+        }
+        if self.prompt_tokens:
+            found["X-KVLoop-Prompt-Tokens"] = str(self.prompt_tokens)
+        if self.pulled_tokens is not None:
+            found["X-KVLoop-Pulled-Tokens"] = str(self.pulled_tokens)
+        if self.prefill_cached_tokens is not None:
+            found["X-KVLoop-Prefill-Cached-Tokens"] = str(self.prefill_cached_tokens)
+        return found
+
+    def adopt(self, plan: TurnPlan) -> None:
+        self.route = plan.route
+        self.reason = plan.reason
+        if isinstance(plan, PrefillWithPull):
+            self.planned_pull = plan.tokens
+
+    def fall_to_decode(self, reason: Reason) -> None:
+        """Decode must compute the prompt itself: nothing is reused."""
+        self.route, self.reason = DecodeOnly.route, reason
+        self.reused_tokens, self.pulled_tokens, self.prefill_cached_tokens = 0, None, None
+
+    def first_content(self) -> None:
+        """The answer begins: from now on nothing can be repeated."""
+        self.stage = "relay"
+        self.ttft = time.monotonic() - self.started
+
+    @contextmanager
+    def leg(self, name: str) -> Iterator[None]:
+        """Time a call to a worker."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.legs[name] = time.monotonic() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenised prompt: hashed for comparison, and as JSON for both legs."""
+
+    tokens: PromptTokens
+    json: bytes
