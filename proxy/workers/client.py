@@ -29,23 +29,36 @@ class WorkerClient:
 
     def __init__(self, *, connect_timeout_seconds: float) -> None:
         self._connect_timeout = connect_timeout_seconds
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
+        self._session = self._new_session(
+            aiohttp.TCPConnector(
                 limit=0,  # the default of 100 would cap concurrent streams
                 keepalive_timeout=_KEEPALIVE_SECONDS,
                 ttl_dns_cache=10,
-            ),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_seconds),
+            )
+        )
+        # A probe asks on a connection of its own: whether one is to be had is part of its question,
+        # and idle connections that it went through in turn would never grow old enough to close.
+        self._probes = self._new_session(
+            aiohttp.TCPConnector(limit=0, force_close=True, ttl_dns_cache=10)
+        )
+
+    def _new_session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
             trust_env=False,  # worker traffic never goes through a proxy from the environment
         )
 
     async def close(self) -> None:
         await self._session.close()
+        await self._probes.close()
 
     async def get(self, worker: Worker, path: str, *, timeout: float) -> bytes:
-        """Body of a 200. ``WorkerUnreachable`` or ``WorkerFailed`` otherwise."""
-        async with self._open(worker, "GET", path, None, {}, timeout) as response:
+        """Body of a 200, for probes. ``WorkerUnreachable`` or ``WorkerFailed`` otherwise."""
+        async with self._open(
+            worker, "GET", path, None, {}, timeout, session=self._probes
+        ) as response:
             body = await self._read(worker, response, timeout)
             if response.status != 200:
                 raise WorkerFailed(worker.name, response.status)
@@ -140,12 +153,13 @@ class WorkerClient:
         body: bytes | None,
         headers: dict[str, str],
         timeout: float,
+        session: aiohttp.ClientSession | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if body is not None:
             headers = {**_JSON, **headers}
         try:
             async with asyncio.timeout(timeout):
-                response = await self._session.request(
+                response = await (session or self._session).request(
                     method, worker.url + path, data=body, headers=headers, allow_redirects=False
                 )
         except TimeoutError as error:

