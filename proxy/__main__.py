@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 
@@ -12,10 +13,47 @@ import uvicorn
 
 from proxy import log
 from proxy.app import App
-from proxy.settings import Settings, load
+from proxy.settings import Settings, SettingsError, load
 
 _CUT_SECONDS = 2
 """After the drain: for streams that are cut to close their workers' connections."""
+
+
+class _AdminServer:
+    """The operators' port, served by the same loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        address = (settings.admin_host, settings.admin_port_or_next)
+        family = socket.AF_INET6 if ":" in settings.admin_host else socket.AF_INET
+        try:
+            self._socket = socket.create_server(address, family=family)
+        except OSError as error:
+            raise SettingsError(
+                f"kvloop: admin_host, admin_port: cannot listen on {address[0]} port {address[1]}: "
+                f"{error.strerror} (KVLOOP_ADMIN_PORT or --admin-port)"
+            ) from None
+        self._server: uvicorn.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def serve_beside(self, app: App) -> None:
+        config = uvicorn.Config(
+            app.admin,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_CUT_SECONDS,
+        )
+        self._server = uvicorn.Server(config)
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore
+        self._task = asyncio.create_task(self._server.serve([self._socket]), name="admin server")
+        host, port = self._socket.getsockname()[:2]
+        log.event("admin_listening", host=host, port=port)
+
+    async def stop(self) -> None:
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            await asyncio.gather(self._task, return_exceptions=True)
 
 
 class Server(uvicorn.Server):
@@ -44,8 +82,18 @@ class Server(uvicorn.Server):
             )
         )
         self._app = app
+        self._admin = _AdminServer(settings)
         self._drain_seconds = settings.drain_seconds
         self._drain: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._admin.serve_beside(self._app)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets=sockets)
+        await self._admin.stop()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

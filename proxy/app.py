@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from proxy import log
-from proxy.api import operations
+from proxy.api import admin, operations
 from proxy.api.chat import ChatRoute
 from proxy.api.http import Receive, Scope, Send
 from proxy.api.stalls import StallWatch
@@ -75,15 +75,8 @@ class App:
             max_body_bytes=settings.max_body_bytes,
             read_timeout=settings.client_read_timeout_seconds,
         )
-        self._operations = operations.build(
-            self.pool,
-            self.models,
-            self.table,
-            self.metrics,
-            self.conductor.admission,
-            lambda: self.conductor.reuse_on,
-            lambda: self.conductor.background_tasks,
-        )
+        self._operations = operations.build(self)
+        self.admin = admin.build(self)
         self.health.start()
         log.event(
             "started",

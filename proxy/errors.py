@@ -8,7 +8,7 @@
     │   └── WorkerUnreachable  no connection, broken connection, or no answer in time
     ├── NoWorker            nobody healthy is left to serve: 503 with Retry-After
     ├── Overloaded          no place, or this proxy is being stopped: 503 with Retry-After
-    └── TableUnavailable    Redis did not answer; never reaches a client (the turn goes cold)
+    └── TableUnavailable    Redis did not answer; ends no turn (it goes cold), only admin calls: 503
 
 Worker bodies are kept out of messages: they may hold prompts.
 """
@@ -125,6 +125,9 @@ def http_answer(error: KvloopError) -> tuple[int, bytes, str, dict[str, str]]:
         case Overloaded():
             body = openai_error(str(error), type="overloaded_error", code=error.code)
             return 503, body, "application/json", {"Retry-After": str(error.retry_after)}
+        case TableUnavailable():
+            body = openai_error(str(error), type="overloaded_error", code="table_unavailable")
+            return 503, body, "application/json", {"Retry-After": "1"}
         case WorkerFailed(status=503):
             body = openai_error(
                 "The model worker is overloaded.", type="overloaded_error", code="worker_overloaded"

@@ -37,6 +37,16 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on.")
+    admin_host: str = Field(
+        "127.0.0.1",
+        description="Address of the operators' port. Loopback, because it asks for no key.",
+    )
+    admin_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Operators' port: metrics, switches, the live page. Unset: port + 1.",
+    )
 
     prefill_urls: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="Prefill workers, comma separated: http://host:port."
@@ -208,12 +218,23 @@ class Settings(BaseSettings):
     def _consistent(self) -> Settings:
         if not self.decode_urls:
             raise ValueError("decode_urls is empty; name at least one decode worker")
+        if self.admin_port_or_next > 65535:
+            raise ValueError("no port is left after port for admin_port; name one")
+        if self.port and self.admin_port == self.port:
+            raise ValueError("admin_port must differ from port")
         if self.expiry_margin_seconds >= self.decode_kv_ttl_seconds:
             raise ValueError(
                 "expiry_margin_seconds must be smaller than decode_kv_ttl_seconds, or no session "
                 "would ever be stored"
             )
         return self
+
+    @property
+    def admin_port_or_next(self) -> int:
+        """0 (any free port) beside a port of 0."""
+        if self.admin_port is not None:
+            return self.admin_port
+        return self.port + 1 if self.port else 0
 
     @property
     def session_ttl_seconds(self) -> float:

@@ -72,6 +72,7 @@ def plan_local_stack(options: Options, folder: StateFolder) -> StackPlan:
             **environment,
             "KVLOOP_HOST": options.host,
             "KVLOOP_PORT": str(options.port),
+            "KVLOOP_ADMIN_PORT": str(_admin_port(options.port)),
             "KVLOOP_PREFILL_URLS": prefill,
             "KVLOOP_DECODE_URLS": decode,
         },
@@ -147,6 +148,11 @@ def _worker(
         target=f"http://127.0.0.1:{port}/health",
         after=after,
     )
+
+
+def _admin_port(port: int) -> int:
+    """The next port if it is free, as operators expect; else any."""
+    return port + 1 if port < 65535 and _is_free("127.0.0.1", port + 1) else free_ports(1)[0]
 
 
 def _require_free_port(host: str, port: int) -> None:

@@ -3,59 +3,66 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import HTTPException
+from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from proxy import __version__
-from proxy.errors import openai_error
-from proxy.metrics import Metrics
-from proxy.session.table import SessionTable
-from proxy.turn.admission import Admission
-from proxy.workers.health import ModelList
-from proxy.workers.pool import Pool, Role
+from proxy.errors import KvloopError, NoWorker, http_answer, openai_error
+from proxy.workers.pool import Role
+
+if TYPE_CHECKING:
+    from proxy.app import App
 
 
-def build(
-    pool: Pool,
-    models: ModelList,
-    table: SessionTable,
-    metrics: Metrics,
-    admission: Admission,
-    reuse_on: Callable[[], bool],
-    background_tasks: Callable[[], int],
-) -> FastAPI:
+def build(app: App) -> FastAPI:
     """The documented surface (``/docs``), apart from the generating routes."""
-    app = FastAPI(
+    client_side = FastAPI(
         title="kvloop",
         version=__version__,
         description="Stateful prefill/decode proxy. POST /v1/chat/completions is served beside "
         "these routes, as OpenAI's API defines it.",
     )
+    add_probes(client_side, app)
+    in_openai_shape(client_side)
 
-    @app.get("/health")
+    @client_side.get("/v1/models")
+    async def list_models() -> JSONResponse:
+        """Models that the decode workers serve."""
+        if not app.models.known:
+            raise NoWorker("No decode worker has answered yet.")
+        return JSONResponse(app.models.page())
+
+    return client_side
+
+
+def add_probes(surface: FastAPI, app: App) -> None:
+    """``/health``, ``/ready`` and ``/metrics``."""
+    pool, metrics = app.pool, app.metrics
+
+    @surface.get("/health")
     async def health() -> dict[str, str]:
         """Is this process alive? Says nothing about workers."""
         return {"status": "ok"}
 
-    @app.get("/ready")
+    @surface.get("/ready")
     async def ready() -> JSONResponse:
         """Can turns be answered? 200 when a decode worker is healthy, else (or draining) 503.
 
         Without prefill workers or Redis turns are still answered, only without reuse: they show
         here and in the metrics, and do not take the proxy out of service.
         """
+        admission = app.conductor.admission
         serving = pool.has(Role.DECODE) and not admission.draining
         state: dict[str, Any] = {
             "ready": serving,
             "draining": admission.draining,
-            "table": await table.ping(),
-            "reuse": reuse_on(),
+            "table": await app.table.ping(),
+            "reuse": app.conductor.reuse_on,
             "workers": [
                 {
                     "name": worker.name,
@@ -72,30 +79,13 @@ def build(
         }
         return JSONResponse(state, status_code=200 if serving else 503)
 
-    @app.get("/v1/models")
-    async def list_models() -> JSONResponse:
-        """Models that the decode workers serve."""
-        if not models.known:
-            return JSONResponse(
-                {
-                    "error": {
-                        "message": "No decode worker has answered yet.",
-                        "type": "overloaded_error",
-                        "param": None,
-                        "code": "no_worker",
-                    }
-                },
-                status_code=503,
-                headers={"Retry-After": "5"},
-            )
-        return JSONResponse(models.page())
-
-    @app.get("/metrics")
+    @surface.get("/metrics")
     async def show_metrics() -> Response:
         """Prometheus text format."""
+        admission = app.conductor.admission
         metrics.in_flight.set(admission.in_flight)
         metrics.queued.set(admission.queued)
-        metrics.background_tasks.set(background_tasks())
+        metrics.background_tasks.set(app.conductor.background_tasks)
         metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
         for worker in pool.workers:
             labels = (worker.name, str(worker.role))
@@ -103,8 +93,12 @@ def build(
             metrics.worker_outstanding.labels(*labels).set(worker.outstanding)
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.exception_handler(StarletteHTTPException)
-    async def in_openai_shape(request: Request, error: HTTPException) -> Response:
+
+def in_openai_shape(surface: FastAPI) -> None:
+    """Every error of these routes has OpenAI's shape."""
+
+    @surface.exception_handler(StarletteHTTPException)
+    async def of_the_framework(request: Request, error: HTTPException) -> Response:
         message = {
             404: f"Unknown path: {request.url.path[:200]}",
             405: f"{request.method} is not allowed on {request.url.path[:200]}",
@@ -116,4 +110,20 @@ def build(
             headers=getattr(error, "headers", None),
         )
 
-    return app
+    @surface.exception_handler(RequestValidationError)
+    async def of_a_field(request: Request, error: RequestValidationError) -> Response:
+        problem = error.errors()[0]
+        # The first part says where ("body", "query"), the rest names the field.
+        field = ".".join(str(part) for part in problem["loc"][1:]) or "body"
+        return Response(
+            openai_error(
+                f"'{field}': {problem['msg']}.", type="invalid_request_error", param=field
+            ),
+            status_code=400,
+            media_type="application/json",
+        )
+
+    @surface.exception_handler(KvloopError)
+    async def of_ours(request: Request, error: KvloopError) -> Response:
+        status, body, kind, headers = http_answer(error)
+        return Response(body, status_code=status, media_type=kind, headers=headers)

@@ -170,6 +170,13 @@ class SessionTable:
         """Has somebody switched reuse off for all proxies? (``kvloop reuse off``)"""
         return bool(await self._guard(lambda: self._redis.get(REUSE_KEY)) == b"off")
 
+    async def set_reuse(self, on: bool) -> None:
+        """Write the fleet-wide switch."""
+        if on:
+            await self._guard(lambda: self._redis.delete(REUSE_KEY))
+        else:
+            await self._guard(lambda: self._redis.set(REUSE_KEY, "off"))
+
     async def ping(self) -> bool:
         try:
             return bool(await self._redis.ping())

@@ -78,9 +78,12 @@ class Replica(Child):
         self.name = name
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        admin_port = free_port()
+        self.metrics_url = f"http://127.0.0.1:{admin_port}/metrics"
         self.deaths: list[float] = []
         """Times (monotonic) at which it was killed or began to be stopped."""
         argv = [sys.executable, "-m", "proxy", "--port", str(self.port)]
+        argv += ["--admin-port", str(admin_port)]
         for key, value in settings.items():
             argv += ["--" + key.replace("_", "-"), str(value)]
         super().__init__(argv, log, {"PYTHONPATH": str(ROOT)})

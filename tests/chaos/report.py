@@ -28,7 +28,7 @@ def as_table(rows: Sequence[Row]) -> str:
             row.until_lease,
             count[Verdict.WRONG],
             count[Verdict.HUNG],
-            row.leaked.total,
+            row.leaked.all,
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
@@ -39,7 +39,7 @@ def complaints(rows: Sequence[Row]) -> list[str]:
     found = []
     for row in rows:
         found += [f"{row.fault}: {each}" for each in (*row.tally.complaints, *row.complaints)]
-        if row.leaked.total:
+        if row.leaked.all:
             found.append(f"{row.fault}: leaked {row.leaked}")
         if not row.tally.verdicts[Verdict.RIGHT]:
             found.append(f"{row.fault}: not one right answer")

@@ -68,7 +68,7 @@ class Row:
     @property
     def clean(self) -> bool:
         verdicts = self.tally.verdicts
-        bad = verdicts[Verdict.WRONG] + verdicts[Verdict.HUNG] + self.leaked.total
+        bad = verdicts[Verdict.WRONG] + verdicts[Verdict.HUNG] + self.leaked.all
         return bad == 0 and verdicts[Verdict.RIGHT] > 0 and not self.complaints
 
 

@@ -45,6 +45,9 @@ async def test_sigterm_finishes_streams_refuses_new_turns_and_exits_0(valkey_url
                 except aiohttp.ClientError:
                     pass
                 await asyncio.sleep(0.05)
+            port = int(url.rsplit(":", 1)[1])
+            async with session.get(f"http://127.0.0.1:{port + 1}/health") as admin:
+                assert admin.status == 200
             async with session.post(path, json=body) as stream:
                 await stream.content.readany()
                 process.send_signal(signal.SIGTERM)
