@@ -40,43 +40,67 @@ _PAUSE_AFTER_FAILURE = 1.0
 """Seconds during which Redis is not asked again, so that an outage costs one turn the timeout and
 not every turn."""
 
+_RUN_ID_LENGTH = 40
+
+# Every record begins with the id of the server process that wrote it, and counts only there. A
+# replica that takes over, or a server that restarts from disk, may lack the last second: a claim
+# of that second is undone with it, and a handle that has been read would be found again. A second
+# read answers 200 with whatever lies in the freed blocks, so what was written before the change is
+# void; its blocks are left to their lease, because a release could meet a read that goes on.
+# Where INFO is forbidden this protection is off.
+_HERE = """
+local info = redis.pcall('INFO', 'server')
+local here = type(info) == 'string' and string.match(info, 'run_id:(%x+)')
+if not here or #here ~= 40 then here = string.rep('0', 40) end
+"""
+
 # Reads, claims nothing: several turns may see one holding, and only one will claim it. Ids whose
 # holding is gone (claimed or expired) are dropped on the way, or a busy list would fill with them.
-_FIND_BY_CONVERSATION = """
+_FIND_BY_CONVERSATION = (
+    _HERE
+    + """
 local found = {}
 for _, id in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
   local record = redis.call('GET', ARGV[1] .. id)
-  if record then
+  if record and string.sub(record, 1, 40) == here then
     found[#found + 1] = id
-    found[#found + 1] = record
+    found[#found + 1] = string.sub(record, 41)
   else
     redis.call('LREM', KEYS[1], 0, id)
   end
 end
 return found
 """
+)
 
 # The prompt's digests come as one argument: a key for each of thousands of spans would cost the
 # client more than the search costs the server. All keys are in the scope's slot, as KEYS[1] is.
 # Lists go newest first; of the longest shared prefix the newest live holding is taken.
-_FIND_BY_PREFIX = """
+_FIND_BY_PREFIX = (
+    _HERE
+    + """
 local prefix, size, digests = KEYS[1], tonumber(ARGV[2]), ARGV[3]
 for last = #digests, size, -size do
   local key = prefix .. string.sub(digests, last - size + 1, last)
   if redis.call('EXISTS', key) == 1 then
     for _, id in ipairs(redis.call('LRANGE', key, 0, -1)) do
       local record = redis.call('GET', ARGV[1] .. id)
-      if record then return {id, record} end
+      if record and string.sub(record, 1, 40) == here then
+        return {id, string.sub(record, 41)}
+      end
     end
   end
 end
 return {}
 """
+)
 
 # One script, so that no reader sees an index entry without its holding or the reverse.
-_COMMIT = """
+_COMMIT = (
+    _HERE
+    + """
 local ttl = tonumber(ARGV[2])
-redis.call('SET', ARGV[1], ARGV[4], 'PX', ttl)
+redis.call('SET', ARGV[1], here .. ARGV[4], 'PX', ttl)
 for position, key in ipairs(KEYS) do
   redis.call('LPUSH', key, ARGV[3])
   redis.call('LTRIM', key, 0, tonumber(ARGV[4 + position]) - 1)
@@ -84,6 +108,16 @@ for position, key in ipairs(KEYS) do
 end
 return 1
 """
+)
+
+# DEL answers how many keys it removed: of all turns and proxies that saw the holding one gets 1.
+_CLAIM = (
+    _HERE
+    + """
+if redis.call('GETRANGE', KEYS[1], 0, 39) ~= here then return 0 end
+return redis.call('DEL', KEYS[1])
+"""
+)
 
 
 class SessionTable:
@@ -105,6 +139,7 @@ class SessionTable:
         self._find_by_conversation = self._redis.register_script(_FIND_BY_CONVERSATION)
         self._find_by_prefix = self._redis.register_script(_FIND_BY_PREFIX)
         self._commit = self._redis.register_script(_COMMIT)
+        self._claim = self._redis.register_script(_CLAIM)
 
     async def find(self, identity: Identity, prompt: PromptTokens) -> list[Holding]:
         """Holdings that may serve this prompt, newest first. Nothing is claimed yet."""
@@ -131,11 +166,10 @@ class SessionTable:
     async def claim(self, identity: Identity, holding: Holding) -> bool:
         """Take the holding out of the table. True for exactly one caller, ever.
 
-        DEL answers how many keys it removed, so of all turns and proxies that saw the holding one
-        gets 1. A handle is good for a single read on decode: it is never put back.
+        A handle is good for a single read on decode: it is never put back.
         """
         key = _scope_prefix(identity) + b"h:" + holding.id.encode()
-        return bool(await self._guard(lambda: self._redis.delete(key)))
+        return bool(await self._guard(lambda: self._claim(keys=[key])))
 
     async def commit(self, identity: Identity, holding: Holding, *, ttl_seconds: float) -> bool:
         """Make a holding findable until its blocks expire.
@@ -206,6 +240,11 @@ def _never_arrived(error: BaseException) -> bool:
     return isinstance(error, ResponseError) or isinstance(
         error.__context__, (ConnectionRefusedError, FileNotFoundError)
     )
+
+
+def stored_record(value: bytes) -> bytes:
+    """The record in the value of an ``h:`` key, for ``holding.decode``."""
+    return value[_RUN_ID_LENGTH:]
 
 
 def new_holding_id() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import time
 
 from tests.chaos import report
@@ -18,12 +19,17 @@ def main() -> int:
     options.add_argument("--only", default="", help="faults whose name has this in it")
     chosen = options.parse_args()
 
+    # A scripted worker that is killed has handlers that cannot write any more.
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
+
     async def run() -> list[Row]:
         rows = []
         faults = [each for each in FAULTS if chosen.only in each.name]
         async for row in play(faults, seed=chosen.seed, seconds=chosen.seconds):
             rows.append(row)
-            print(f"{time.strftime('%H:%M:%S')} {report.as_table([row]).splitlines()[-1]}", flush=True)
+            print(
+                f"{time.strftime('%H:%M:%S')} {report.as_table([row]).splitlines()[-1]}", flush=True
+            )
             for line in report.complaints([row])[:6]:
                 print("    ", line[:400], flush=True)
         return rows

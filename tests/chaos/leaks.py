@@ -19,6 +19,7 @@ import redis.asyncio as redis_asyncio
 from redis.exceptions import RedisError
 
 from proxy.session.holding import decode
+from proxy.session.table import stored_record
 from tests.chaos.worker import ChaosWorker
 
 Link = tuple[Any, Any]
@@ -87,7 +88,7 @@ class TableWatch:
         found: set[PinId] = set()
         async for key in self._redis.scan_iter(match="kvloop:*:h:*", count=1000):
             record = await self._redis.get(key)
-            holding = decode("", record) if record else None
+            holding = decode("", stored_record(record)) if record else None
             if holding is not None and holding.handle is not None:
                 handle = holding.handle
                 found.add((handle["remote_engine_id"], handle["remote_request_id"]))
@@ -172,9 +173,13 @@ async def settled(count: Callable[[], Awaitable[Leaks]], within: float) -> Leaks
 
 async def gauges(url: str) -> dict[str, float]:
     """The samples without labels of a metrics page, asked on a connection that is closed."""
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(force_close=True), timeout=aiohttp.ClientTimeout(total=10)
-    ) as session, session.get(url) as answer:
+    async with (
+        aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True),
+            timeout=aiohttp.ClientTimeout(total=10),
+        ) as session,
+        session.get(url) as answer,
+    ):
         page = await answer.text()
     pairs = (line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, value in pairs if "{" not in name}

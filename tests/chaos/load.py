@@ -65,7 +65,14 @@ class Front(Protocol):
     def serving(self) -> bool: ...
 
     @property
-    def deaths(self) -> Sequence[float]: ...
+    def going(self) -> bool:
+        """Is it being stopped, or gone?"""
+        ...
+
+    @property
+    def kills(self) -> Sequence[float]:
+        """Times (monotonic) of each SIGKILL: what is cut then is nobody's mistake."""
+        ...
 
 
 @dataclass
@@ -88,10 +95,12 @@ class Ways:
     one_shot: float = 0.1
     """Share of turns that begin a new conversation."""
     first_words: int = 40
+    talks: int = 32
+    """Conversations under way: with more than clients, one rests while a fault comes and goes."""
 
 
 class Load:
-    """``await run(seconds)`` with ``ways.clients`` clients at once."""
+    """``await run(enough)`` with ``ways.clients`` clients at once."""
 
     def __init__(
         self,
@@ -112,19 +121,18 @@ class Load:
         self._fields = fields or {}
         self.ways = ways or Ways()
         self.tally = Tally()
+        self._talks = [self._new_talk() for _ in range(self.ways.talks)]
 
-    async def run(self, seconds: float, at_most: int = 10**9) -> Tally:
-        """Keep asking for ``seconds``; returns when every request has its verdict."""
-        until = time.monotonic() + seconds
-        left = [at_most]
+    async def run(self, enough: asyncio.Event) -> Tally:
+        """Keep asking until ``enough``; returns when every request has its verdict."""
 
         async def client() -> None:
-            talk = self._new_talk()
-            while time.monotonic() < until and left[0] > 0:
-                left[0] -= 1
+            while not enough.is_set():
+                talk = self._talks.pop(self._dice.randrange(len(self._talks)))
                 if len(talk.messages) > 8 or self._dice.random() < self.ways.one_shot:
                     talk = self._new_talk()
                 await self._turn(talk)
+                self._talks.append(talk)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self.ways.clients):
@@ -165,6 +173,12 @@ class Load:
 
     async def ask(self, body: dict[str, Any], *, leave_after: float = 0.0) -> Verdict:
         """One request, judged and tallied."""
+        while (verdict := await self._asked(body, leave_after)) is None:
+            await asyncio.sleep(0.02)
+        return verdict
+
+    async def _asked(self, body: dict[str, Any], leave_after: float) -> Verdict | None:
+        """None: the replica was just going and took no connection, so nothing was asked."""
         front = await self._pick()
         sent = time.monotonic()
         asking = asyncio.ensure_future(self._judged(front, body))
@@ -183,7 +197,9 @@ class Load:
         try:
             verdict, complaint = asking.result()
         except (aiohttp.ClientError, OSError) as error:
-            killed = any(death >= sent for death in front.deaths) or not front.serving
+            if isinstance(error, aiohttp.ClientConnectorError) and front.going:
+                return None
+            killed = any(death >= sent for death in front.kills)
             verdict = Verdict.CUT if killed else Verdict.WRONG
             complaint = f"{type(error).__name__} {error} at {_told(body)}"
         self.tally.note(verdict, complaint)

