@@ -22,6 +22,8 @@ from proxy.session.holding import decode
 from proxy.session.table import stored_record
 from tests.chaos.worker import ChaosWorker
 
+_OPEN = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)
+
 Link = tuple[Any, Any]
 PinId = tuple[str, str]
 """Engine id and request id: what a handle names."""
@@ -189,9 +191,10 @@ def open_connections(clients_of: set[int], workers: set[int]) -> set[Link]:
     """Connections that proxies hold, as the kernel sees them: (our address, the other's)."""
     found: set[Link] = set()
     for link in psutil.net_connections(kind="tcp4"):
-        if link.raddr and link.status in (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT):
-            if link.laddr.port in clients_of or link.raddr.port in workers:
-                found.add((link.laddr, link.raddr))
+        if not link.raddr or link.status not in _OPEN:
+            continue
+        if link.laddr.port in clients_of or link.raddr.port in workers:
+            found.add((link.laddr, link.raddr))
     return found
 
 

@@ -11,7 +11,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ class Verdict(Enum):
     ERROR = "error"
     """An error in the API's own form, or a right beginning and then an error event."""
     WRONG = "wrong"
-    """Anything else that came: other text, a broken-off stream, an error that is not one of ours."""
+    """Anything else that came: other text, a broken-off stream, an error not in the API's form."""
     HUNG = "hung"
     """No end within the time that a client waits."""
     LEFT = "left"
@@ -38,12 +38,31 @@ class Verdict(Enum):
     """The connection broke because its proxy was killed."""
 
 
+@dataclass(frozen=True)
+class Heard:
+    """A 200 as the client took it. ``problem`` is empty when its form is right."""
+
+    text: str
+    ended: bool = True
+    """False: an error event came after the text."""
+    problem: str = ""
+
+    def judged(self, wanted: str) -> Verdict:
+        if self.problem:
+            return Verdict.WRONG
+        if self.ended:
+            return Verdict.RIGHT if self.text == wanted else Verdict.WRONG
+        return Verdict.ERROR if wanted.startswith(self.text) else Verdict.WRONG
+
+
 @dataclass
 class Tally:
     """Verdicts of a round, and what was odd about the bad ones."""
 
     verdicts: Counter[Verdict] = field(default_factory=Counter)
     complaints: list[str] = field(default_factory=list)
+    unsure: list[tuple[list[Message], Heard]] = field(default_factory=list)
+    """Answers that can be compared only when the fault is over; counted as right until then."""
 
     @property
     def sent(self) -> int:
@@ -53,6 +72,15 @@ class Tally:
         self.verdicts[verdict] += 1
         if verdict in (Verdict.WRONG, Verdict.HUNG):
             self.complaints.append(f"{verdict.value}: {complaint}")
+
+    async def compare(self, cold: Callable[[list[Message]], Awaitable[str]]) -> None:
+        """Judge what was unsure, with answers that were computed from nothing."""
+        unsure, self.unsure = self.unsure, []
+        for messages, heard in unsure:
+            wanted = await cold(messages)
+            if (verdict := heard.judged(wanted)) is Verdict.WRONG:
+                self.verdicts[Verdict.RIGHT if heard.ended else Verdict.ERROR] -= 1
+                self.note(verdict, f"{heard.text!r} and not {wanted!r}, message {len(messages)}")
 
 
 class Front(Protocol):
@@ -100,7 +128,10 @@ class Ways:
 
 
 class Load:
-    """``await run(enough)`` with ``ways.clients`` clients at once."""
+    """``await run(enough)`` with ``ways.clients`` clients at once.
+
+    ``right`` gives the right answer to messages; None: it is not known yet (``Tally.compare``).
+    """
 
     def __init__(
         self,
@@ -108,7 +139,7 @@ class Load:
         model: str,
         dice: random.Random,
         *,
-        right: Callable[[list[Message]], str],
+        right: Callable[[list[Message]], str] | None,
         hang_after: float,
         ways: Ways | None = None,
         fields: dict[str, Any] | None = None,
@@ -121,6 +152,7 @@ class Load:
         self._fields = fields or {}
         self.ways = ways or Ways()
         self.tally = Tally()
+        self._last_text: dict[int, str] = {}
         self._talks = [self._new_talk() for _ in range(self.ways.talks)]
 
     async def run(self, enough: asyncio.Event) -> Tally:
@@ -166,10 +198,10 @@ class Load:
         leave = dice.random() * self.ways.leave_within if dice.random() < self.ways.leaving else 0.0
         verdict = await self.ask(body, leave_after=leave)
         if verdict is Verdict.RIGHT:
-            answer = self._right(talk.messages)
-            talk.messages.append({"role": "assistant", "content": answer})
+            talk.messages.append({"role": "assistant", "content": self._last_text[id(body)]})
         else:
             talk.messages = before
+        self._last_text.pop(id(body), None)
 
     async def ask(self, body: dict[str, Any], *, leave_after: float = 0.0) -> Verdict:
         """One request, judged and tallied."""
@@ -221,8 +253,13 @@ class Load:
             if answer.status != 200:
                 return _judged_error(answer.status, dict(answer.headers), page)
             reason = answer.headers.get("X-KVLoop-Reason", "")
-        wanted = self._right(body["messages"])
-        verdict, complaint = (_judged_stream if body["stream"] else _judged_plain)(page, wanted)
+        heard = _heard_stream(page) if body["stream"] else _heard_plain(page)
+        self._last_text[id(body)] = heard.text
+        wanted = heard.text if self._right is None else self._right(body["messages"])
+        verdict = heard.judged(wanted)
+        if self._right is None and verdict is not Verdict.WRONG:
+            self.tally.unsure.append((body["messages"], heard))
+        complaint = heard.problem or f"{heard.text!r} and not {wanted!r}"
         return verdict, f"{complaint} ({reason}) at {_told(body)}"
 
 
@@ -245,15 +282,14 @@ def _judged_error(status: int, headers: dict[str, str], page: bytes) -> tuple[Ve
     return (Verdict.ERROR if proper and status in (502, 503, 504) else Verdict.WRONG), told
 
 
-def _judged_plain(page: bytes, wanted: str) -> tuple[Verdict, str]:
+def _heard_plain(page: bytes) -> Heard:
     try:
-        text = json.loads(page)["choices"][0]["message"]["content"]
+        return Heard(json.loads(page)["choices"][0]["message"]["content"] or "")
     except (ValueError, KeyError, TypeError, IndexError):
-        return Verdict.WRONG, f"no answer: {page[:100]!r}"
-    return (Verdict.RIGHT if text == wanted else Verdict.WRONG), f"{text!r} and not {wanted!r}"
+        return Heard("", problem=f"no answer: {page[:100]!r}")
 
 
-def _judged_stream(page: bytes, wanted: str) -> tuple[Verdict, str]:
+def _heard_stream(page: bytes) -> Heard:
     text, finish, error = "", None, None
     for event in page.decode().split("\n\n"):
         if not event.startswith("data: {"):
@@ -264,9 +300,9 @@ def _judged_stream(page: bytes, wanted: str) -> tuple[Verdict, str]:
             text += choice["delta"].get("content") or ""
             finish = choice["finish_reason"] or finish
     if not page.endswith(b"data: [DONE]\n\n"):
-        return Verdict.WRONG, f"a stream without its end, after {text!r}"
-    if error is not None:
-        right = wanted.startswith(text) and isinstance(error.get("message"), str)
-        return (Verdict.ERROR if right else Verdict.WRONG), f"{text!r}, then {error}"
-    whole = text == wanted and finish is not None
-    return (Verdict.RIGHT if whole else Verdict.WRONG), f"{text!r} and not {wanted!r}"
+        return Heard(text, problem=f"a stream without its end, after {text!r}")
+    if error is not None and not isinstance(error.get("message"), str):
+        return Heard(text, problem=f"an error event without a message: {error}")
+    if error is None and finish is None:
+        return Heard(text, problem=f"a stream without a reason for its end, after {text!r}")
+    return Heard(text, ended=error is None)
