@@ -122,7 +122,7 @@ class LeakCounter:
 
         ``probe_seconds``: a connection open for less may be a health probe's.
         """
-        self._proxies = proxies
+        self.proxies = proxies
         self._workers = workers
         self._table = table
         self._margin = margin
@@ -133,20 +133,24 @@ class LeakCounter:
 
     async def note_idle(self) -> None:
         """Take the tasks that run now as those of an idle proxy."""
-        for each in self._proxies:
+        for each in self.proxies:
             numbers = await gauges(each.metrics_url)
             self._idle_tasks[each.url] = numbers["kvloop_event_loop_tasks"]
+
+    def extra_tasks(self, proxy: Served, numbers: dict[str, float]) -> int:
+        """Tasks in the event loop beyond those of the idle proxy."""
+        idle = self._idle_tasks[proxy.url]
+        return max(0, int(numbers["kvloop_event_loop_tasks"] - idle))
 
     async def count(self) -> Leaks:
         """One look. Raises ``RedisError`` or ``OSError`` when Redis or a proxy does not answer."""
         running = sum(each.open_requests for each in self._workers)
         tasks = 0
-        serving = [each for each in self._proxies if each.serving]
+        serving = [each for each in self.proxies if each.serving]
         for each in serving:
             numbers = await gauges(each.metrics_url)
             running += int(numbers["kvloop_turns_in_flight"] + numbers["kvloop_turns_queued"])
-            extra = numbers["kvloop_event_loop_tasks"] - self._idle_tasks[each.url]
-            tasks += int(numbers["kvloop_background_tasks"]) + max(0, int(extra))
+            tasks += int(numbers["kvloop_background_tasks"]) + self.extra_tasks(each, numbers)
         clients_of = {_port(each.url) for each in serving}
         workers = {each.port for each in self._workers}
         self.open = open_connections(clients_of, workers)

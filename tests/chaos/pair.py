@@ -101,7 +101,7 @@ class Worker:
             members = processes.family(self._process.id)
             self.signal(signal.SIGKILL)
             await self._process.ended()
-            while any(processes.alive(each) for each in members):  # noqa: ASYNC110
+            while any(processes.alive(each) for each in members):
                 await asyncio.sleep(0.05)
             self._process = None
 

@@ -24,16 +24,16 @@ LEASE = 20.0
 """Seconds for which decode keeps a handle's blocks. Short, so that its end can be waited for."""
 MARGIN = 3.0
 """Seconds by which records expire before the blocks they speak of."""
-SETTLES = 8.0
+SETTLES = 12.0
 """Seconds in which everything but a stranded pin must be gone: idle connections to workers are kept
-for 3, a release that finds no prefill worker waits 2 for one."""
+for up to 6, a release that finds no prefill worker waits 2 for one."""
 RECOVERS = 15.0
 HANGS = 40.0
 """Seconds after which a client counts as left hanging. Every leg's timeout twice is less."""
 
 SETTINGS: dict[str, object] = {
-    "decode_kv_ttl_seconds": LEASE,
-    "expiry_margin_seconds": MARGIN,
+    # A busy machine must not look like a Redis that failed: then handles stay until their lease.
+    "table_timeout_seconds": 1,
     "health_interval_seconds": 0.2,
     # Two busy cores answer probes late without being dead.
     "health_timeout_seconds": 2,
@@ -75,14 +75,18 @@ class Row:
 class ScriptedRig:
     """Scripted workers, Valkey behind a link, proxy processes."""
 
-    def __init__(self, folder: Path, dice: random.Random) -> None:
+    def __init__(
+        self, folder: Path, dice: random.Random, *, lease: float = LEASE, margin: float = MARGIN
+    ) -> None:
+        self.lease = lease
+        self.margin = margin
         self.dice = dice
         self.seconds = 2.0
         self.complaints: list[str] = []
         self.cluster = ChaosCluster()
 
         def worker(role: str) -> ChaosWorker:
-            made = ChaosWorker(self.cluster, role, dice, lease=LEASE)
+            made = ChaosWorker(self.cluster, role, dice, lease=lease)
             made.knobs.prefill_delay = 0.02
             made.knobs.chunk_delay = 0.004
             return made
@@ -100,6 +104,7 @@ class ScriptedRig:
 
     @asynccontextmanager
     async def running(self, replicas: int) -> AsyncIterator[ScriptedRig]:
+        """Start everything, with so many proxies."""
         await self.store.start()
         await self.link.open(self.store.port)
         for each in self.workers:
@@ -108,22 +113,33 @@ class ScriptedRig:
             "prefill_urls": ",".join(each.url for each in self.prefills),
             "decode_urls": ",".join(each.url for each in self.decodes),
             "redis_url": f"redis://127.0.0.1:{self.link.port}",
+            "decode_kv_ttl_seconds": self.lease,
+            "expiry_margin_seconds": self.margin,
             **SETTINGS,
         }
-        self.replicas = [
-            Replica(f"proxy-{number}", self._folder / f"proxy-{number}.log", settings)
-            for number in range(replicas)
-        ]
         try:
-            await asyncio.gather(*(each.start() for each in self.replicas))
-            yield self
+            async with self._proxies(replicas, settings) as self.replicas:
+                yield self
         finally:
-            for each in self.replicas:
-                await each.kill()
             for worker in self.workers:
                 await worker.stop()
             await self.link.close()
             await self.store.kill()
+
+    @asynccontextmanager
+    async def _proxies(
+        self, count: int, settings: dict[str, Any]
+    ) -> AsyncIterator[Sequence[Replica]]:
+        replicas = [
+            Replica(f"proxy-{number}", self._folder / f"proxy-{number}.log", settings)
+            for number in range(count)
+        ]
+        try:
+            await asyncio.gather(*(each.start() for each in replicas))
+            yield replicas
+        finally:
+            for each in replicas:
+                await each.kill()
 
 
 class Rounds:
@@ -193,7 +209,7 @@ class Rounds:
             if found.connections:
                 self._rig.complaints.append(f"open: {sorted(self._counter.open)[:4]}")
             return found, 0
-        return await settled(self._counter.count, LEASE + 2), pins
+        return await settled(self._counter.count, self._rig.lease + 2), pins
 
 
 def _never(rig: object) -> Any:
@@ -211,7 +227,7 @@ async def play(
             table = TableWatch(f"redis://127.0.0.1:{rig.link.port}")
             table.start()
             counter = LeakCounter(
-                rig.replicas, rig.workers, table, margin=MARGIN + 1, probe_seconds=1.0
+                rig.replicas, rig.workers, table, margin=rig.margin + 1, probe_seconds=1.0
             )
             try:
                 await counter.note_idle()
