@@ -26,6 +26,7 @@ by the engine id of the next handle."""
 _START_TIME = re.compile(rb"^process_start_time_seconds ([0-9.e+]+)", re.M)
 _CACHE_INFO = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.M)
 _PIN_LIMIT = re.compile(rb"^vllm:kvloop_pin_limit_blocks(?:\{[^}]*\})? ([0-9.e+]+)", re.M)
+_PINNED = re.compile(rb"^vllm:kvloop_pinned_blocks(?:\{[^}]*\})? ([0-9.e+]+)", re.M)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
 
@@ -37,20 +38,23 @@ class WorkerFacts:
     block_size: int | None
     kv_blocks: int | None
     pin_limit_blocks: int | None = None
+    pinned_blocks: int | None = None
 
 
 def read_facts(metrics: bytes) -> WorkerFacts:
     """Facts from a vLLM ``/metrics`` page."""
     start = _START_TIME.search(metrics)
     info = _CACHE_INFO.search(metrics)
-    # One engine each with data parallelism; the worker's limit is their sum.
+    # One engine each with data parallelism; the worker's numbers are their sums.
     pin_limit = sum(int(float(value)) for value in _PIN_LIMIT.findall(metrics))
+    pinned = [int(float(value)) for value in _PINNED.findall(metrics)]
     labels = dict(_LABEL.findall(info.group(1))) if info else {}
     return WorkerFacts(
         epoch=start.group(1).decode() if start else "",
         block_size=_integer(labels.get(b"block_size")),
         kv_blocks=_integer(labels.get(b"num_gpu_blocks")),
         pin_limit_blocks=pin_limit or None,
+        pinned_blocks=sum(pinned) if pinned else None,
     )
 
 
@@ -147,6 +151,8 @@ class HealthLoop:
         worker.block_size = facts.block_size
         worker.kv_blocks = facts.kv_blocks
         worker.pin_limit_blocks = facts.pin_limit_blocks
+        worker.pinned_blocks = facts.pinned_blocks
+        worker.facts_read += 1
         if worker.role is Role.DECODE:
             page = orjson.loads(await self._client.get(worker, "/v1/models", timeout=self._timeout))
             if isinstance(page, dict) and isinstance(page.get("data"), list):

@@ -70,9 +70,9 @@ def complaints(rows: Sequence[Row]) -> list[str]:
 
 def scripted_section(rows: Sequence[Row]) -> Section:
     text = (
-        "Two prefill and two decode workers that hold no model but real HTTP servers, whose answers "
-        "depend on the tokens in their KV; a Valkey server behind a relay that can fail; two proxy "
-        "processes. Eight clients hold 32 conversations through them.\n\n"
+        "Two prefill and two decode workers, which are real HTTP servers without a model and whose "
+        "answers depend on the tokens in their KV; a Valkey server behind a relay that can fail; "
+        "two proxy processes. Eight clients hold 32 conversations through them.\n\n"
     )
     return Section("Scripted workers", text + as_table(rows) + _strandings(rows), complaints(rows))
 

@@ -44,9 +44,9 @@ class Wedge:
         right = self.tally.verdicts[Verdict.RIGHT]
         pins = ", ".join(f"{name}: {count}" for name, count in self.pins.items())
         return (
-            f"{right} of {REQUESTS} one-shot requests answered right through kvloop, {IN_FLIGHT} in "
-            f"flight, in {self.seconds:.0f} s; the slowest took {self.slowest:.1f} s. Each names a "
-            f"conversation that never comes back. At the end on decode: {pins}.\n\n"
+            f"{right} of {REQUESTS} one-shot requests answered right through kvloop, {IN_FLIGHT} "
+            f"in flight, in {self.seconds:.0f} s; the slowest took {self.slowest:.1f} s. "
+            f"Each names a conversation that never comes back. At the end on decode: {pins}.\n\n"
             f"Stock vLLM 0.32.0 as a bidirectional decode worker of {BLOCKS} blocks answered "
             f"{STOCK_ANSWERED} such requests, sent one after the other; the next got no answer "
             "within 60 s, with nothing running and nothing waiting.\n"
