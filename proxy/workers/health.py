@@ -16,6 +16,7 @@ import orjson
 
 from proxy import log
 from proxy.errors import WorkerError
+from proxy.tasks import end
 from proxy.workers.client import WorkerClient, refused_connection
 from proxy.workers.pool import Role, Worker
 
@@ -119,9 +120,7 @@ class HealthLoop:
         ]
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
 
     async def _watch(self, worker: Worker) -> None:
         probes = 0
