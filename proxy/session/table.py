@@ -14,7 +14,8 @@ beside it.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -175,24 +176,19 @@ class SessionTable:
         it goes too.
         """
         key = b"kvloop:{" + scope.encode() + b"}:h:" + id.encode()
+        mark_key = key + MARK.encode()
         record = await self._guard(lambda: self._redis.getdel(key))
         holding = decode(id, record) if record else None
-        if why is None:
-            await self._guard(lambda: self._redis.unlink(key + MARK.encode()))
-        elif holding is not None:
-            mark = encode(mark_of(holding, why))
-            await self._guard(
-                lambda: self._redis.set(key + MARK.encode(), mark, xx=True, keepttl=True)
-            )
+        if holding is None:
+            return None
+        mark = encode(mark_of(holding, why)) if why else b""
+        # Whatever becomes of the mark: the holding is ours now, and must be released.
+        with suppress(TableUnavailable):
+            if why is None:
+                await self._guard(lambda: self._redis.unlink(mark_key))
+            else:
+                await self._guard(lambda: self._redis.set(mark_key, mark, xx=True, keepttl=True))
         return holding
-
-    async def remaining(self, identity: Identity, holdings: Sequence[Holding]) -> list[float]:
-        """Seconds for which each holding may still be claimed; 0 for one that is gone."""
-        scope = _scope_prefix(identity)
-        batch = self._redis.pipeline(transaction=False)
-        for holding in holdings:
-            batch.pttl(scope + b"h:" + holding.id.encode())
-        return [max(0, left) / 1000 for left in await self._guard(batch.execute)]
 
     async def commit(
         self,
