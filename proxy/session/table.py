@@ -242,7 +242,7 @@ class SessionTable:
         record = await self._guard(lambda: self._evict(keys=[key]))
         holding = decode(id, record) if record else None
         if why is None:
-            await self._guard(lambda: self._redis.unlink(key + MARK.encode()))
+            await self._guard(lambda: self._link.command("UNLINK", key + MARK.encode()))
         elif holding is not None:
             mark = encode(mark_of(holding, why))
             await self._guard(lambda: self._remark(keys=[key + MARK.encode()], args=[mark]))
