@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from proxy import log
@@ -22,6 +24,9 @@ from proxy.workers.client import WorkerClient
 from proxy.workers.health import HealthLoop, ModelList
 from proxy.workers.pool import Pool, Role, Worker
 
+if TYPE_CHECKING:
+    from proxy.tracing import Tracing
+
 
 class App:
     """The proxy as an ASGI application.
@@ -39,6 +44,7 @@ class App:
             + [_worker(url, Role.DECODE) for url in settings.decode_urls]
         )
         self._private_store: PrivateStore | None = None
+        self.tracing = _tracing(settings)
 
     async def start(self) -> None:
         settings = self.settings
@@ -62,6 +68,7 @@ class App:
             client=self.client,
             table=self.table,
             metrics=self.metrics,
+            tracing=self.tracing,
         )
         self.switch = ReuseSwitch(
             self.table, self.conductor, self.metrics, allowed=settings.reuse_enabled
@@ -104,6 +111,8 @@ class App:
         await self.table.close()
         if self._private_store is not None:
             await self._private_store.stop()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     async def drain(self) -> None:
         """Refuse new turns, say so on ``/ready``, and return when no turn is left."""
@@ -134,6 +143,14 @@ class App:
                 await self.stop()
                 await send({"type": "lifespan.shutdown.complete"})
                 return
+
+
+def _tracing(settings: Settings) -> Tracing | None:
+    if settings.otlp_endpoint is None:
+        return None
+    from proxy import tracing  # OpenTelemetry is optional
+
+    return tracing.Tracing(tracing.exporting(settings))
 
 
 def _worker(url: str, role: Role) -> Worker:

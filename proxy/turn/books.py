@@ -29,6 +29,7 @@ class Books:
         story = _story(turn, outcome, total, cold)
         log.event("turn", **story)
         self._recent.add(story, time.time())
+        turn.trace.end(story)
 
     def _estimated_cold(self, turn: Turn) -> float | None:
         """Seconds that the prefill leg would have taken cold; learns from those that were."""
@@ -89,6 +90,7 @@ def _story(turn: Turn, outcome: str, total: float, cold: float | None) -> dict[s
     """The turn's line in the log."""
     return {
         "request": turn.request_id,
+        "trace": turn.trace.trace_id or None,
         "session": turn.identity.label,
         "route": turn.route,
         "reason": str(turn.reason),

@@ -87,7 +87,7 @@ class Keeping:
         stored: bool | None = False
         if ttl > 0:
             try:
-                with self._parts.table_operation("commit"):
+                with turn.trace.span("commit"), self._parts.table_operation("commit"):
                     stored = await self._parts.table.commit(turn.identity, holding, ttl_seconds=ttl)
             except TableUnavailable as error:
                 log.event("commit_failed", request=turn.request_id, error=str(error))
