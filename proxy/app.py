@@ -14,6 +14,7 @@ from proxy.api.live import Live
 from proxy.api.stalls import StallWatch
 from proxy.gauges import StateGauges
 from proxy.metrics import Metrics
+from proxy.session.ledger import Ledger
 from proxy.session.private_store import PrivateStore
 from proxy.session.table import SessionTable
 from proxy.settings import Settings
@@ -53,6 +54,7 @@ class App:
             self._private_store = PrivateStore()
             url = await self._private_store.start()
         self.table = SessionTable(url, timeout_seconds=settings.table_timeout_seconds)
+        self.ledger = Ledger(self.table)
         self.client = WorkerClient(connect_timeout_seconds=settings.connect_timeout_seconds)
         self.health = HealthLoop(
             self.client,
@@ -67,9 +69,11 @@ class App:
             pool=self.pool,
             client=self.client,
             table=self.table,
+            ledger=self.ledger,
             metrics=self.metrics,
             tracing=self.tracing,
         )
+        self.conductor.retention.start()
         self.switch = ReuseSwitch(
             self.table, self.conductor, self.metrics, allowed=settings.reuse_enabled
         )
@@ -106,6 +110,7 @@ class App:
         await self._stalls.stop()
         await self.gauges.stop()
         await self.health.stop()
+        await self.conductor.retention.stop()
         await self.conductor.close()
         await self.client.close()
         await self.table.close()

@@ -18,7 +18,7 @@ from fastapi.responses import StreamingResponse
 
 from proxy import __version__
 from proxy.errors import ClientError, Overloaded
-from proxy.workers.pool import Worker
+from proxy.workers.pool import Role, Worker
 
 if TYPE_CHECKING:
     from proxy.app import App
@@ -74,8 +74,34 @@ class Live:
             "queued": admission.queued,
             "draining": admission.draining,
             "reuse": app.conductor.reuse_on,
-            "workers": [_worker_page(worker) for worker in app.pool.workers],
+            "workers": [self._worker(worker) for worker in app.pool.workers],
             "sessions": [session.page() for session in recent.sessions(_SESSIONS)],
+        }
+
+    def _worker(self, worker: Worker) -> dict[str, Any]:
+        now = time.monotonic()
+        paused = [
+            what
+            for what, so in (
+                ("turns", not worker.in_favour(now)),
+                ("pulls", not worker.pulls_allowed(now)),
+                ("transfers", not worker.transfers_allowed(now)),
+            )
+            if so
+        ]
+        return {
+            "name": worker.name,
+            "role": worker.role,
+            "healthy": worker.healthy,
+            "paused": paused,
+            "outstanding": worker.outstanding,
+            "kv_blocks": worker.kv_blocks,
+            "pinned_blocks": worker.pinned_blocks,
+            "pin_limit_blocks": worker.pin_limit_blocks,
+            "budget_blocks": self._app.conductor.retention.budget(worker)
+            if worker.role is Role.DECODE
+            else None,
+            "error": worker.last_error or None,
         }
 
     def history(self, session: str) -> list[dict[str, Any]]:
@@ -155,27 +181,3 @@ def _file(body: bytes, kind: str) -> Any:
 
 def _event(name: str, data: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
-
-
-def _worker_page(worker: Worker) -> dict[str, Any]:
-    now = time.monotonic()
-    paused = [
-        what
-        for what, so in (
-            ("turns", not worker.in_favour(now)),
-            ("pulls", not worker.pulls_allowed(now)),
-            ("transfers", not worker.transfers_allowed(now)),
-        )
-        if so
-    ]
-    return {
-        "name": worker.name,
-        "role": worker.role,
-        "healthy": worker.healthy,
-        "paused": paused,
-        "outstanding": worker.outstanding,
-        "kv_blocks": worker.kv_blocks,
-        "pinned_blocks": worker.pinned_blocks,
-        "pin_limit_blocks": worker.pin_limit_blocks,
-        "error": worker.last_error or None,
-    }

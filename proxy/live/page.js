@@ -212,7 +212,7 @@ function drawWorkers() {
     if (worker.pin_limit_blocks && worker.role === "decode") {
       const share = 100 * (worker.pinned_blocks || 0) / worker.pin_limit_blocks;
       parts.push(make("div", { class: "bar" }, make("span", { class: share > 90 ? "full" : "pull", "width%": Math.min(100, share) })),
-        make("p", {}, "keeps ", make("strong", {}, number(worker.pinned_blocks)), ` of at most ${number(worker.pin_limit_blocks)} blocks (${number(worker.kv_blocks)} in all)`));
+        make("p", {}, "keeps ", make("strong", {}, number(worker.pinned_blocks)), ` of at most ${number(worker.pin_limit_blocks)} blocks; budget ${number(worker.budget_blocks)}, ${number(worker.kv_blocks)} in all`));
     } else if (worker.kv_blocks) parts.push(make("p", {}, `${number(worker.kv_blocks)} KV blocks`));
     if (worker.error) parts.push(make("p", {}, worker.error));
     return make("div", { class: "worker" }, ...parts);

@@ -29,12 +29,13 @@ class Identity:
 
     ``scope`` (16 bytes) separates what must never share KV: tenant, model or adapter, cache salt.
     ``namespace`` seeds the token digests. ``conversation`` (16 bytes) is empty when the client
-    named none.
+    named none. ``tenant`` (16 bytes) says whose the session is.
     """
 
     scope: bytes
     namespace: bytes
     conversation: bytes
+    tenant: bytes = b""
 
     @property
     def label(self) -> str:
@@ -64,13 +65,36 @@ def identify(
             if value:
                 conversation = _checked(name.decode(), value.decode("latin-1"))
                 break
-    cache_key = _body_id(body, "prompt_cache_key") if conversation is None else None
-    scope = _digest(b"scope", tenant, str(body.get("model", "")), str(body.get("cache_salt") or ""))
+    return identity_of(
+        str(body.get("model", "")),
+        tenant=tenant,
+        cache_salt=str(body.get("cache_salt") or ""),
+        conversation=conversation,
+        cache_key=_body_id(body, "prompt_cache_key") if conversation is None else None,
+    )
+
+
+def identity_of(
+    model: str,
+    *,
+    tenant: str = "",
+    cache_salt: str = "",
+    conversation: str | None = None,
+    cache_key: str | None = None,
+) -> Identity:
+    """The identity of these ids."""
+    scope = _digest(b"scope", tenant, model, cache_salt)
     return Identity(
+        tenant=tenant_digest(tenant),
         scope=scope,
         namespace=_digest(b"namespace", scope.hex(), cache_key or ""),
         conversation=_digest(b"conversation", scope.hex(), conversation) if conversation else b"",
     )
+
+
+def tenant_digest(tenant: str) -> bytes:
+    """How a tenant appears in stored records (16 bytes)."""
+    return _digest(b"tenant", tenant)
 
 
 def _body_id(body: Mapping[str, Any], field: str) -> str | None:

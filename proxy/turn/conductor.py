@@ -19,6 +19,7 @@ from proxy import log
 from proxy.errors import NoWorker, WorkerError, WorkerRefused
 from proxy.metrics import Metrics
 from proxy.recent import RecentTurns
+from proxy.session.ledger import Ledger
 from proxy.session.table import SessionTable
 from proxy.settings import Settings
 from proxy.turn.admission import Admission, RetryBudget
@@ -33,6 +34,7 @@ from proxy.turn.prefill_leg import PrefillLeg
 from proxy.turn.reasons import Reason
 from proxy.turn.record import Prompt, Sink, Turn
 from proxy.turn.releases import Releases
+from proxy.turn.retaining import Retention
 from proxy.turn.trace import TurnTrace, trace_headers
 from proxy.workers.client import WorkerClient
 from proxy.workers.pool import Pool, Role, Worker
@@ -52,6 +54,7 @@ class Conductor:
         pool: Pool,
         client: WorkerClient,
         table: SessionTable,
+        ledger: Ledger,
         metrics: Metrics,
         tracing: Tracing | None = None,
     ) -> None:
@@ -59,6 +62,9 @@ class Conductor:
         self.background = Background()
         verdicts = Verdicts(settings)
         self.releases = Releases(settings, pool, client, metrics, self.background, verdicts)
+        self.retention = Retention(
+            settings, pool, table, ledger, metrics, self.background, self.releases
+        )
         self._parts = Parts(
             settings=settings,
             pool=pool,
@@ -68,6 +74,7 @@ class Conductor:
             background=self.background,
             verdicts=verdicts,
             releases=self.releases,
+            retention=self.retention,
             retries=RetryBudget(settings.retry_share),
             reuse_on=settings.reuse_enabled,
         )
@@ -117,6 +124,7 @@ class Conductor:
                 if turn.claimed is not None:
                     self._parts.releases.later(turn.model, turn.claimed)
                     turn.claimed = None
+                self.retention.turn_over(turn)
 
     async def _perform(self, turn: Turn, sink: Sink) -> None:
         turn.stage = "tokenise"

@@ -59,11 +59,15 @@ class DecodeLeg:
         sink: Sink,
     ) -> None:
         keep = handle is not None and prompt is not None and self._parts.reuse_on
+        lease = 0.0
+        if keep and prompt is not None:
+            lease = self._parts.retention.lease(turn)
+            self._parts.retention.decode_begins(turn, worker, len(prompt.tokens))
         body = wire.decode_body(
             turn.body,
             handle,
             ids_json=prompt.json if prompt else None,
-            keep=keep,
+            lease_seconds=lease,
             ask_ids=worker.plugin is not True,
         )
         kept_prompt = prompt.tokens if prompt and keep else None

@@ -143,6 +143,7 @@ class Lookup:
         if not won:
             self._parts.metrics.claims_lost.inc()
             return None, Reason.CLAIM_LOST
+        self._parts.retention.came(turn, match.holding)
         return match, Reason.NEW_SESSION
 
     async def _release_if_won(
@@ -153,6 +154,7 @@ class Lookup:
         except TableUnavailable:
             return
         if won and holding.handle is not None:
+            self._parts.retention.gone(holding)
             await self._parts.releases.send(turn.model, holding)
 
 

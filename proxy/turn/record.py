@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 from proxy.session.fingerprint import PromptTokens
 from proxy.session.holding import Holding
 from proxy.session.identity import Identity
+from proxy.session.ledger import Place
 from proxy.turn.plan import DecodeOnly, PrefillWithPull, TurnPlan
 from proxy.turn.reasons import Reason
 from proxy.turn.trace import TurnTrace
@@ -22,6 +24,15 @@ class Sink(Protocol):
     async def begin(self, content_type: str, headers: dict[str, str]) -> None: ...
 
     async def write(self, data: bytes, *, last: bool = False) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room that was reserved in a ledger; ``entering`` is the call that does it."""
+
+    place: Place
+    id: str
+    entering: asyncio.Task[None]
 
 
 @dataclass(slots=True)
@@ -56,6 +67,11 @@ class Turn:
     kept_seconds: float = 0.0
     claimed: Holding | None = None
     """A holding taken out of the table that prefill has neither pulled nor released yet."""
+    taken: Holding | None = None
+    """The same, until its entry in the ledger is removed."""
+    continues: bool = False
+    """Was anything found of an earlier turn of its conversation?"""
+    reservation: Reservation | None = None
     handed_over: bool = True
     """False between prefill's answer and decode's first sign of life."""
     legs: dict[str, float] = field(default_factory=dict)

@@ -45,7 +45,7 @@ def read_facts(metrics: bytes) -> WorkerFacts:
     """Facts from a vLLM ``/metrics`` page."""
     start = _START_TIME.search(metrics)
     info = _CACHE_INFO.search(metrics)
-    # One engine each with data parallelism; the worker's limit is their sum.
+    # One engine each with data parallelism; the worker's numbers are their sums.
     pin_limit = sum(int(float(value)) for value in _PIN_LIMIT.findall(metrics))
     pinned = [int(float(value)) for value in _PINNED.findall(metrics)]
     labels = dict(_LABEL.findall(info.group(1))) if info else {}
@@ -152,6 +152,7 @@ class HealthLoop:
         worker.kv_blocks = facts.kv_blocks
         worker.pin_limit_blocks = facts.pin_limit_blocks
         worker.pinned_blocks = facts.pinned_blocks
+        worker.facts_read += 1
         if worker.role is Role.DECODE:
             page = orjson.loads(await self._client.get(worker, "/v1/models", timeout=self._timeout))
             if isinstance(page, dict) and isinstance(page.get("data"), list):
