@@ -245,13 +245,13 @@ def overview() -> dict[str, Any]:
                    "{{leg}} {{cause}}"), unit="reqps"),
             panel("Error answers", "What do clients see of failures?",
                   ("sum by (status) (rate(kvloop_http_errors_total[$__rate_interval])) "
-                   "or vector(0)", "HTTP {{status}}"),
+                   "or on() vector(0)", "HTTP {{status}}"),
                   ("sum(rate(kvloop_stream_errors_total[$__rate_interval]))", "in a stream"),
                   rate("kvloop_refused_turns_total", "cause"), unit="reqps"),
             panel("Clients that left", "Do clients give up before their answer is complete, and "
                   "how many prefills were for nothing?",
                   ("sum by (stage) (rate(kvloop_client_disconnects_total[$__rate_interval])) "
-                   "or vector(0)", "left: {{stage}}"),
+                   "or on() vector(0)", "left: {{stage}}"),
                   ("sum by (cause) (rate(kvloop_stranded_prefills_total[$__rate_interval]))",
                    "stranded: {{cause}}"), unit="reqps"),
             row("Is it full?"),
@@ -294,13 +294,13 @@ def sessions() -> dict[str, Any]:
             panel("Misses by reason", "What keeps turns that could be reused from it? (without "
                   "first turns)",
                   ("sum by (reason) (rate(kvloop_turns_total{route!=\"prefill-with-pull\", "
-                   "reason!=\"new_session\"}[$__rate_interval])) or vector(0)", "{{reason}}"),
+                   "reason!=\"new_session\"}[$__rate_interval])) or on() vector(0)", "{{reason}}"),
                   unit="reqps", width=12),
             panel("Histories that changed", "Do clients edit or shorten what they send? Each kind "
                   "of mismatch is a reason.",
                   ("sum by (reason) (rate(kvloop_turns_total{reason=~"
                    "\"history_cut|history_diverged|below_threshold|tokens_unknown|uncuttable\"}"
-                   "[$__rate_interval])) or vector(0)", "{{reason}}"), unit="reqps"),
+                   "[$__rate_interval])) or on() vector(0)", "{{reason}}"), unit="reqps"),
             panel("Kept in vain", "How many kept tokens did the next turn not repeat?",
                   ("sum(rate(kvloop_mismatched_tokens_total[$__rate_interval]))",
                    "tokens/s not repeated"),
@@ -452,7 +452,7 @@ def retention() -> dict[str, Any]:
             panel("Given up early", "Does the budget throw out what would be used?",
                   ("sum by (reason) (rate(kvloop_evictions_total[$__rate_interval]))",
                    "evicted: {{reason}}"),
-                  ("sum(rate(kvloop_leases_expired_total[$__rate_interval])) or vector(0)",
+                  ("sum(rate(kvloop_leases_expired_total[$__rate_interval])) or on() vector(0)",
                    "lease ran out"), unit="reqps"),
             panel("Kept room, by what became of it", "Blocks times seconds that ended each second: "
                   "what does keeping cost?",
