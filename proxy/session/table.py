@@ -28,6 +28,7 @@ from proxy.errors import TableUnavailable
 from proxy.session.fingerprint import DIGEST_BYTES, PromptTokens, anchors
 from proxy.session.holding import MARK, Holding, decode, encode, mark_of
 from proxy.session.identity import Identity
+from proxy.session.redis_link import RedisLink
 from proxy.turn.reasons import Reason
 
 T = TypeVar("T")
@@ -126,11 +127,12 @@ class SessionTable:
             retry=Retry(NoBackoff(), 0),
             max_connections=4096,
         )
+        self._link = RedisLink(url, timeout_seconds=timeout_seconds)
         self._clock = clock
         self._paused_until = 0.0
-        self._find_by_conversation = self._redis.register_script(_FIND_BY_CONVERSATION)
-        self._find_by_prefix = self._redis.register_script(_FIND_BY_PREFIX)
-        self._commit = self._redis.register_script(_COMMIT)
+        self._find_by_conversation = self._link.register_script(_FIND_BY_CONVERSATION)
+        self._find_by_prefix = self._link.register_script(_FIND_BY_PREFIX)
+        self._commit = self._link.register_script(_COMMIT)
 
     async def find(self, identity: Identity, prompt: PromptTokens) -> list[Holding]:
         """Holdings that may serve this prompt, newest first. Nothing is claimed yet."""
@@ -162,8 +164,8 @@ class SessionTable:
         """
         key = _scope_prefix(identity) + b"h:" + holding.id.encode()
         # The mark has nothing to tell any more: the turn that it waited for has come.
-        batch = self._redis.pipeline(transaction=False).delete(key).unlink(key + MARK.encode())
-        return bool((await self._guard(batch.execute))[0])
+        commands = ("DEL", key), ("UNLINK", key + MARK.encode())
+        return bool((await self._guard(lambda: self._link.together(*commands)))[0])
 
     async def evict(self, scope: str, id: str, why: Reason | None) -> Holding | None:
         """Take a holding out because nobody shall use it; None if somebody has claimed it.
@@ -257,7 +259,7 @@ class SessionTable:
 
     def script(self, text: str) -> Any:
         """Register a Lua script."""
-        return self._redis.register_script(text)
+        return self._link.register_script(text)
 
     async def ping(self) -> bool:
         try:
@@ -266,6 +268,7 @@ class SessionTable:
             return False
 
     async def close(self) -> None:
+        await self._link.close()
         await self._redis.aclose()
 
     async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:
