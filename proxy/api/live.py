@@ -1,5 +1,7 @@
 """[io] The live page on the admin port, and the JSON behind it.
 
+Each process of a proxy has a memory of its own; the page says whose it shows.
+
 ``/`` is the page, three files from ``proxy/live``; ``/live/stream`` tells it what happens, as
 server-sent events. Nothing is loaded from elsewhere: it works without internet.
 """
@@ -7,6 +9,7 @@ server-sent events. Nothing is loaded from elsewhere: it works without internet.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from importlib import resources
@@ -69,6 +72,9 @@ class Live:
         admission, recent = app.conductor.admission, app.conductor.recent
         return {
             "now": round(now, 3),
+            # Of several processes whichever is free answers the operators' port.
+            "process": os.getpid(),
+            "processes": app.settings.workers,
             "number": recent.number,
             "in_flight": admission.in_flight,
             "queued": admission.queued,

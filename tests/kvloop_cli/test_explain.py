@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvloop.cli import app
+from kvloop.explain import meanings
 
 TURN = {
     "time": "2026-01-01T10:00:02.000+00:00", "level": "info", "event": "turn", "request": "r-1",
@@ -33,8 +34,7 @@ def test_the_story_of_a_turn(tmp_path: Path, piped: bool) -> None:
     assert outcome.output.splitlines() == [
         "Request r-1, over at 10:00:02.000: a session without an id, streamed, 1,200 prompt "
         "tokens.",
-        "Route cold-prefill, reason new_session. No stored handle for this conversation or token "
-        "prefix (first turn, expired, or in use).",
+        f"Route cold-prefill, reason new_session. {meanings()['new_session']}",
         "Tokenised in 12 ms.",
         "Prefill p:8100 pulled 0 tokens from decode, found 0 in its own cache and computed 1,200, "
         "in 800 ms.",

@@ -137,4 +137,6 @@ async def test_unknown_and_ambiguous_requests_are_said_to_be_so(
 
 
 def test_every_reason_has_a_meaning() -> None:
+    """The words below each reason in its file, whole sentences."""
     assert set(explain.meanings()) >= {str(reason) for reason in Reason}
+    assert all(meaning.endswith(".") for meaning in explain.meanings().values())
