@@ -266,7 +266,7 @@ async def test_the_page_agrees_with_the_counters(stage: Stage, busy: None) -> No
             card = page.locator(".worker", has_text=worker.name)
             await expect(card).to_contain_text(str(worker.role))
         await expect(page.locator(".worker", has_text="decode").first).to_contain_text(
-            "of at most 727"
+            f"of at most {LIMIT_BLOCKS:,}"
         )
 
 
