@@ -116,7 +116,7 @@ async def _sorted_workers(wanted: Wanted) -> Workers:
 async def _play(wanted: Wanted, ready: Sequence[Ready], model: str, tell: Tell) -> Run:
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600, sock_connect=10)
     connector = aiohttp.TCPConnector(limit=0)
-    started = time.time()
+    started, commit = time.time(), _commit()
     load = os.getloadavg()[0]
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         urls = {item.arm.name: item.url for item in ready} | dict(wanted.others)
@@ -149,7 +149,7 @@ async def _play(wanted: Wanted, ready: Sequence[Ready], model: str, tell: Tell) 
         started=started,
         ended=time.time(),
         command=_own_command(),
-        commit=_commit(),
+        commit=commit,
         machine=_machine(),
         model=model,
         seed=wanted.seed,
