@@ -101,9 +101,9 @@ def _effect(turns: Sequence[TurnRecord]) -> list[Block]:
         Heading("Effect on time to first token"),
         Text(
             "Each turn is compared with the same turn of the same conversation on the arm that "
-            "differs in one thing. Median of the ratios with a 95 % bootstrap interval over "
-            "conversations; above 1 the arm is faster. First turns, which have nothing to reuse, "
-            "are left out where a workload has later ones."
+            "differs in one thing, and production also with one aggregated worker. Median of the "
+            "ratios with a 95 % bootstrap interval over conversations; above 1 the arm is faster. "
+            "First turns, which have nothing to reuse, are left out where a workload has later ones."
         ),
         Figure("effect", chart, "Green: faster; red: slower; grey: the interval includes 1."),
         Table(

@@ -139,3 +139,10 @@ def test_kept_blocks_are_summed_over_decode_workers() -> None:
     )
     (found,) = summary.retained(run_of(samples=looks))
     assert (found.mean, found.peak) == (8.0, 15.0)
+
+
+def test_production_is_compared_with_what_one_would_run_instead_too() -> None:
+    arms = {"prefix-cache": 1.0, "production": 0.5, "single": 0.25, "elsewhere": 9.0}
+    turns = [replace(COLD, arm=arm, ttft=seconds) for arm, seconds in arms.items()]
+    found = {(each.arm, each.baseline): each.ratio.value for each in summary.compare(turns)}
+    assert found == {("production", "prefix-cache"): 2.0, ("production", "single"): 0.5}
