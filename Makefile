@@ -42,7 +42,7 @@ test: env ## Run the whole suite, real vLLM workers included (minutes)
 	@exec $(BIN)/python -m pytest -m "not soak" $(ARGS)
 
 test-fast: env-fast ## Run what needs no vLLM (under a minute)
-	@exec $(BIN)/python -m pytest -m "not real" $(ARGS)
+	@exec $(BIN)/python -m pytest -m "not real and not soak" -n auto --maxprocesses 4 $(ARGS)
 
 lint: env-fast ## Check style and types
 	@$(BIN)/ruff check .

@@ -53,6 +53,8 @@ class Knobs:
 
     answer: str = "Fine."
     finish_reason: str = "stop"
+    letters_per_chunk: int = 1
+    """As vLLM's stream-interval: one token a chunk by default."""
     chunk_delay: float = 0.0
     prefill_delay: float = 0.0
     plugin: bool = True
@@ -448,7 +450,7 @@ class FakeWorker:
         await response.prepare(request)
         ids = body.get("return_token_ids")
         output = self._output()
-        remaining = list(output)
+        remaining = output
 
         async def send(choices: list[dict[str, Any]], **more: Any) -> None:
             chunk = {
@@ -474,15 +476,19 @@ class FakeWorker:
         finish = self.knobs.finish_reason
         # A stop token is not shown; at the length limit the last chunk carries the last text.
         letters = self.knobs.answer if finish == "stop" else self.knobs.answer[:-1]
-        for number, letter in enumerate(letters):
+        step, sent = self.knobs.letters_per_chunk, 0
+        pieces = [letters[start : start + step] for start in range(0, len(letters), step)]
+        for number, piece in enumerate(pieces):
             if self.knobs.die_after_chunks == number:
                 assert request.transport is not None
                 request.transport.abort()
                 return response
             if self.knobs.chunk_delay:
                 await asyncio.sleep(self.knobs.chunk_delay)
-            taken = [remaining.pop(0) for _ in letter.encode()]
-            await send([choice({"content": letter}, token_ids=taken if ids else None)])
+            taken = remaining[sent : sent + len(piece.encode())]
+            sent += len(taken)
+            await send([choice({"content": piece}, token_ids=taken if ids else None)])
+        remaining = remaining[sent:]
         rest = {"content": self.knobs.answer[len(letters) :]}
         last = choice(rest, finish, stop_reason=None, token_ids=remaining if ids else None)
         # The fingerprint comes with the last chunk of all.
