@@ -103,7 +103,7 @@ def _effect(turns: Sequence[TurnRecord]) -> list[Block]:
             "Each turn is compared with the same turn of the same conversation on the arm that "
             "differs in one thing, and production also with one aggregated worker. Median of the "
             "ratios with a 95 % bootstrap interval over conversations; above 1 the arm is faster. "
-            "First turns, which have nothing to reuse, are left out where a workload has later ones."
+            "First turns, with nothing to reuse, are left out where a workload has later ones."
         ),
         Figure("effect", chart, "Green: faster; red: slower; grey: the interval includes 1."),
         Table(
