@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status chat env env-fast test test-fast lint bench bench-reuse bench-lookup bench-relay \
+.PHONY: help up down status chat env env-fast test test-fast lint bench bench-lookup bench-relay \
 	bench-retention differential soak clean
 
 help: ## Print this list
@@ -64,9 +64,6 @@ bench: env ## Measure all legs on a CPU pair, favourable and not; writes bench-r
 	$(BENCH) --title "where reuse cannot win" --out bench-report/unfavourable --scale 0.15 \
 		--legs published,noise,production --workloads one-shot,late,burst --conversations 6 $(ARGS)
 	$(BIN)/kvloop bench report bench-report/*/run.json --out bench-report --title "kvloop on a CPU pair"
-
-bench-reuse: env ## Measure TTFT with and without reuse on a real pair
-	@exec $(BIN)/python -m tests.bench.reuse $(ARGS)
 
 bench-lookup: env-fast ## Measure session lookups against history length and table size
 	@exec $(BIN)/python -m tests.bench.lookup $(ARGS)

@@ -89,7 +89,7 @@ def advise(
             parameters=parameters * 1e9 if parameters else None,
             tensor_parallel=tensor_parallel,
         )
-        run = records.read(measured) if measured else None
+        run = records.from_json(measured.read_bytes(), str(measured)) if measured else None
         if traffic_file is not None:
             with traffic_file.open(errors="replace") as lines:
                 wanted = logs.Format(kind) if kind else None

@@ -183,7 +183,7 @@ def report_command(
 
     try:
         plots.require()
-        found = [records.read(path) for path in runs]
+        found = [records.from_json(path.read_bytes(), str(path)) for path in runs]
     except (plots.NoPlots, records.RunUnreadable, OSError) as error:
         _fail(str(error))
     _write_report(found, out, title)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import platform
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +19,7 @@ import aiohttp
 from kvloop.bench import client, deployment, observe, recorded, workloads
 from kvloop.bench.deployment import LocalPair, Ready, Workers
 from kvloop.bench.legs import Arm
+from kvloop.bench.machine import commit, machine
 from kvloop.bench.records import ArmInfo, Run, TurnRecord
 from kvloop.bench.runner import Found, Runner, Target
 from kvloop.bench.workloads import Sizes, Workload
@@ -116,7 +115,7 @@ async def _sorted_workers(wanted: Wanted) -> Workers:
 async def _play(wanted: Wanted, ready: Sequence[Ready], model: str, tell: Tell) -> Run:
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600, sock_connect=10)
     connector = aiohttp.TCPConnector(limit=0)
-    started, commit = time.time(), _commit()
+    started, version = time.time(), commit()
     load = os.getloadavg()[0]
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         urls = {item.arm.name: item.url for item in ready} | dict(wanted.others)
@@ -149,8 +148,8 @@ async def _play(wanted: Wanted, ready: Sequence[Ready], model: str, tell: Tell) 
         started=started,
         ended=time.time(),
         command=_own_command(),
-        commit=commit,
-        machine=_machine(),
+        commit=version,
+        machine=f"{machine()} (the client's machine)",
         model=model,
         seed=wanted.seed,
         constant=_constant(wanted),
@@ -243,31 +242,6 @@ def _notes(found: Found, wanted: Wanted, load: float) -> Iterator[str]:
             f"milliseconds (load average {load:.1f} before the first request, "
             f"{os.getloadavg()[0]:.1f} after the last)"
         )
-
-
-def _machine() -> str:
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} cores of {name}, {memory:.0f} GiB (the client's machine)"
-
-
-def _commit() -> str:
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=Path(__file__).parent,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip()
 
 
 def _own_command() -> str:

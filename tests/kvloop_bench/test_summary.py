@@ -38,14 +38,14 @@ def test_a_run_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     run = run_of(COLD, zero, samples=(Sample(1.0, "d", 0.0, None), Sample(2.0, "d", None, 0.5)))
     file = tmp_path / "run.json"
     file.write_bytes(records.to_json(run))
-    assert records.read(file) == run
+    assert records.from_json(file.read_bytes(), file.name) == run
 
 
 def test_a_file_that_is_no_run_is_named(tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text("{}")
     with pytest.raises(RunUnreadable, match=r"other\.json"):
-        records.read(file)
+        records.from_json(file.read_bytes(), file.name)
 
 
 def test_arms_are_compared_turn_by_turn() -> None:
