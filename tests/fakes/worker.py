@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -114,6 +115,8 @@ class FakeWorker:
         self.lease = lease
         self.knobs = Knobs()
         self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.more_metrics: Callable[[], str] = str
+        """Gives lines to add to the page of metrics."""
         self.started_at = time.time()
         self.open_requests = 0
         self.aborted = 0
@@ -186,7 +189,7 @@ class FakeWorker:
             text=f"process_start_time_seconds {self.started_at:.2f}\n"
             f'vllm:cache_config_info{{block_size="{self.block_size}",'
             f'enable_prefix_caching="{self._cache is not None}",engine="0",'
-            'num_gpu_blocks="1024"} 1.0\n'
+            'num_gpu_blocks="1024"} 1.0\n' + self.more_metrics()
         )
 
     async def _models(self, request: web.Request) -> web.Response:
