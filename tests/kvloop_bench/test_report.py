@@ -210,3 +210,12 @@ def test_the_list_names_legs_and_workloads() -> None:
     done = CliRunner().invoke(app, ["list"])
     for word in ("published", "production", "single", "decode-local", "agent", "late"):
         assert word in done.output
+
+
+def test_repetitions_are_pooled_and_other_circumstances_are_kept_apart() -> None:
+    run = a_run()
+    pooled = report.labelled([run, replace(run, seed=2)])
+    assert {turn.workload for each in pooled for turn in each.turns} == {"lengths", "late", "burst"}
+    apart = report.labelled([run, replace(run, title="small cache")])
+    assert {turn.workload for turn in apart[1].turns} >= {"lengths (run 2)", "late (run 2)"}
+    assert set(apart[1].workloads) == {"lengths (run 2)", "late (run 2)"}
