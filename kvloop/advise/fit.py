@@ -12,6 +12,7 @@ from statistics import linear_regression
 
 from kvloop.advise.model import Costs, KvModel
 from kvloop.advise.traffic import Traffic, Turn, ordered
+from kvloop.bench.legs import expiry_margin
 from kvloop.bench.records import Run, TurnRecord
 from kvloop.bench.stats import median
 
@@ -140,9 +141,9 @@ def check_pulls(run: Run, arm: str, model: KvModel, *, block: int, threshold: in
     """
     from kvloop.advise.replay import play
 
-    lease = run.lease_seconds
-    if lease is None:
+    if run.lease_seconds is None:
         return None
+    lease = run.lease_seconds - expiry_margin(run.lease_seconds)
     nothing = Costs(float("inf"), float("inf"), 0.0, 0.0)
     pairs = []
     for workload in dict.fromkeys(r.workload for r in run.turns):

@@ -16,13 +16,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvloop.bench.legs import Arm
+from kvloop.bench.legs import Arm, expiry_margin
 from kvloop.stack import control, local, processes
 from kvloop.stack.plan import Part, ReadyWhen, StackPlan
 from kvloop.stack.state import StateFolder
-
-MARGIN_SECONDS = 5.0
-"""Sessions end this much before decode's lease, where we set both: our queues are short."""
 
 
 class CannotBench(Exception):
@@ -106,7 +103,7 @@ def proxy_environment(
     }
     if lease is not None:
         environment["KVLOOP_DECODE_KV_TTL_SECONDS"] = str(lease)
-        environment["KVLOOP_EXPIRY_MARGIN_SECONDS"] = str(min(MARGIN_SECONDS, lease / 4))
+        environment["KVLOOP_EXPIRY_MARGIN_SECONDS"] = str(expiry_margin(lease))
     if (switch := decode_local_setting()) is not None:
         environment[f"KVLOOP_{switch.upper()}"] = str(arm.decode_local).lower()
     return environment

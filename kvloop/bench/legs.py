@@ -76,6 +76,15 @@ would run instead."""
 KNOWN_ARMS: Mapping[str, Arm] = {arm.name: arm for arms in LEGS.values() for arm in arms}
 
 
+MARGIN_SECONDS = 5.0
+"""Sessions end this much before decode's lease, where a run sets both: its queues are short."""
+
+
+def expiry_margin(lease: float) -> float:
+    """The proxies' ``expiry_margin_seconds`` for decode's lease in a run."""
+    return min(MARGIN_SECONDS, lease / 4)
+
+
 def arms_of(legs: Iterable[str]) -> tuple[Arm, ...]:
     """The arms of these legs, each once, in the order asked. Raises ``UnknownLeg``."""
     found: dict[str, Arm] = {}
