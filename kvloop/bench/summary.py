@@ -248,13 +248,13 @@ def splits(turns: Iterable[TurnRecord], group: Group) -> list[Split]:
     """Of turns whose legs and transfers are known (proxies that the run started itself)."""
     groups: dict[tuple[Hashable, str], list[TurnRecord]] = defaultdict(list)
     for record in turns:
-        if record.ok and "prefill" in record.legs and record.pull is not None:
+        if record.ok and record.legs and record.pull is not None:
             groups[group(record), record.arm].append(record)
     found = []
     for (name, arm), each in sorted(groups.items(), key=lambda item: _order(item[0])):
         pulls = [record.pull.seconds for record in each if record.pull is not None]
         compute = [
-            max(0.0, record.legs["prefill"] - record.pull.seconds)
+            max(0.0, record.legs.get("prefill", 0.0) - record.pull.seconds)
             for record in each
             if record.pull is not None
         ]

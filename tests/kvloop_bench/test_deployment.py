@@ -65,16 +65,17 @@ def test_a_local_run_starts_each_worker_once(folder: StateFolder, tmp_path: Path
 
 def test_a_leg_that_the_proxy_cannot_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     arms = legs.arms_of(["decode-local"])
-    monkeypatch.setattr(deployment, "decode_local_setting", lambda: None)
+    monkeypatch.setattr(deployment, "proxy_appends", lambda: False)
     with pytest.raises(CannotBench, match="decode-local needs a proxy"):
         deployment.check_arms(arms)
-    monkeypatch.setattr(deployment, "decode_local_setting", lambda: "decode_local")
+    monkeypatch.setattr(deployment, "proxy_appends", lambda: True)
     deployment.check_arms(arms)
     on, off = (
         deployment.proxy_environment(arm, ["http://p"], ["http://d"], ports=[1, 2], lease=None)
         for arm in (legs.DECODE_LOCAL, legs.PRODUCTION)
     )
-    assert (on["KVLOOP_DECODE_LOCAL"], off["KVLOOP_DECODE_LOCAL"]) == ("true", "false")
+    assert "KVLOOP_APPEND_TOKENS" not in on, "the proxy's own default"
+    assert off["KVLOOP_APPEND_TOKENS"] == "0"
 
 
 def test_an_unknown_leg_lists_the_known_ones() -> None:
