@@ -166,7 +166,12 @@ def _crossover(model: KvModel, costs: Costs, pair: Pair, advice: Advice) -> list
     lengths = [pair.block * 2**step for step in range(14)]
     lengths = [length for length in lengths if length <= 200_000]
     curves = [
-        plots.Line("compute", lengths, [costs.compute(model, n) * 1000 for n in lengths]),
+        # Without what any prefill costs: a turn that pulls its prefix pays that too.
+        plots.Line(
+            "compute",
+            lengths,
+            [(costs.compute(model, n) - costs.overhead) * 1000 for n in lengths],
+        ),
         plots.Line("pull", lengths, [costs.pull(model, n) * 1000 for n in lengths]),
     ]
     marks = {f"{advice.crossover:,}": float(advice.crossover)} if advice.crossover else {}
