@@ -7,6 +7,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -137,8 +138,7 @@ async def _play(wanted: Wanted, ready: Sequence[Ready], model: str, tell: Tell) 
         played = _workloads(wanted, rate)
         runner = Runner(session, targets, seed=wanted.seed, tell=tell)
         deadline = time.monotonic() + wanted.limit if wanted.limit else None
-        for workload in played:
-            await runner.run(workload, repeats=wanted.repeats, deadline=deadline)
+        stopped = await _stopped_early(runner, played, wanted.repeats, deadline)
         roles = [(url, "prefill") for item in ready for url in item.prefills]
         roles += [(url, "decode") for item in ready for url in item.decodes]
         roles += [(item.url, "single") for item in ready if not item.arm.needs_proxy]
@@ -168,8 +168,32 @@ async def _play(wanted: Wanted, ready: Sequence[Ready], model: str, tell: Tell) 
         spans=tuple(runner.found.spans),
         workloads={workload.name: workload.what for workload in played},
         lease_seconds=wanted.lease,
-        notes=tuple(_notes(runner.found, wanted, load)),
+        notes=(*_notes(runner.found, wanted, load), *([STOPPED] if stopped else [])),
     )
+
+
+STOPPED = "the run was stopped from outside before its end: later conversations are missing"
+
+
+async def _stopped_early(
+    runner: Runner, played: Sequence[Workload], repeats: int, deadline: float | None
+) -> bool:
+    """Play. Ctrl-C and SIGTERM end the playing and not the run: what was measured is kept."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        for workload in played:
+            await runner.run(workload, repeats=repeats, deadline=deadline)
+    except asyncio.CancelledError:
+        task.uncancel()
+        return True
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    return False
 
 
 async def _warm_up(session: aiohttp.ClientSession, target: Target) -> None:
