@@ -8,9 +8,11 @@ from proxy import log
 from proxy.api import admin, operations
 from proxy.api.chat import ChatRoute
 from proxy.api.http import Receive, Scope, Send
+from proxy.api.live import Live
 from proxy.api.stalls import StallWatch
 from proxy.gauges import StateGauges
 from proxy.metrics import Metrics
+from proxy.session.ledger import Ledger
 from proxy.session.private_store import PrivateStore
 from proxy.session.table import SessionTable
 from proxy.settings import Settings
@@ -29,8 +31,10 @@ class App:
     ``stop`` are driven by the server's lifespan, or directly by a test.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, know_workers_first: bool = False) -> None:
+        """``know_workers_first``: ``start`` returns when each worker has been asked how it is."""
         self.settings = settings
+        self._know_workers_first = know_workers_first
         self.metrics = Metrics()
         self.models = ModelList()
         self.pool = Pool(
@@ -46,6 +50,7 @@ class App:
             self._private_store = PrivateStore()
             url = await self._private_store.start()
         self.table = SessionTable(url, timeout_seconds=settings.table_timeout_seconds)
+        self.ledger = Ledger(self.table)
         self.client = WorkerClient(connect_timeout_seconds=settings.connect_timeout_seconds)
         self.health = HealthLoop(
             self.client,
@@ -60,8 +65,10 @@ class App:
             pool=self.pool,
             client=self.client,
             table=self.table,
+            ledger=self.ledger,
             metrics=self.metrics,
         )
+        self.conductor.retention.start()
         self.switch = ReuseSwitch(
             self.table, self.conductor, self.metrics, allowed=settings.reuse_enabled
         )
@@ -79,8 +86,11 @@ class App:
             read_timeout=settings.client_read_timeout_seconds,
         )
         self._operations = operations.build(self)
+        self.live = Live(self)
         self.admin = admin.build(self)
         self.health.start()
+        if self._know_workers_first:
+            await self.health.first_round()
         log.event(
             "started",
             prefill=list(settings.prefill_urls),
@@ -92,10 +102,12 @@ class App:
             log.event("verification_is_off", note="answers may be wrong; for tests only")
 
     async def stop(self) -> None:
+        self.live.close()
         await self.switch.stop()
         await self._stalls.stop()
         await self.gauges.stop()
         await self.health.stop()
+        await self.conductor.retention.stop()
         await self.conductor.close()
         await self.client.close()
         await self.table.close()
