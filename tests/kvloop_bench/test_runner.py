@@ -175,13 +175,17 @@ async def test_no_turn_starts_after_the_deadline(
     assert runner.found.turns == []
 
 
-async def test_decode_workers_are_watched(serve: Serve, session: aiohttp.ClientSession) -> None:
-    """Pages without our gauges give unknown values, not zeros."""
+@pytest.mark.parametrize("connector", [True, False])
+async def test_decode_workers_are_watched(
+    serve: Serve, session: aiohttp.ClientSession, connector: bool
+) -> None:
+    """A page without our gauges gives unknown values, not zeros."""
     serving = await serve()
+    serving.decode.knobs.connector = connector
     runner = runner_of(session, target("cold", serving))
     await runner.run(Workload("w", "", (script("one", 2),)), repeats=1)
-    assert runner.found.samples
-    assert {sample.pinned_blocks for sample in runner.found.samples} == {None}
+    known = {sample.pinned_blocks is not None for sample in runner.found.samples}
+    assert known == {connector}
 
 
 # One request.
