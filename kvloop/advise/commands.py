@@ -119,7 +119,8 @@ def advise(
             check = fit.check_pulls(
                 run, arm, kv, block=block_size, threshold=max(block_size, found.threshold or 1)
             )
-            checks = (*checks, check) if check else checks
+            kept = fit.check_retained(run, block=block_size)
+            checks = (*checks, *(found_check for found_check in (check, kept) if found_check))
     except (
         plots.NoPlots,
         models.UnknownModel,
