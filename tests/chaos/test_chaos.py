@@ -108,6 +108,7 @@ async def test_the_run_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(played_rounds, "right_answer", lambda messages: "something else")
     monkeypatch.setattr(played_rounds, "RECOVERS", 0.1)
     monkeypatch.setattr(played_rounds, "SETTLES", 0.3)
+    monkeypatch.setattr(played_rounds, "MORE", 0.3)
 
     @asynccontextmanager
     async def keeps(rig: Any) -> AsyncIterator[None]:
