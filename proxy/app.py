@@ -31,8 +31,10 @@ class App:
     ``stop`` are driven by the server's lifespan, or directly by a test.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, know_workers_first: bool = False) -> None:
+        """``know_workers_first``: ``start`` returns when each worker has been asked how it is."""
         self.settings = settings
+        self._know_workers_first = know_workers_first
         self.metrics = Metrics()
         self.models = ModelList()
         self.pool = Pool(
@@ -87,6 +89,8 @@ class App:
         self.live = Live(self)
         self.admin = admin.build(self)
         self.health.start()
+        if self._know_workers_first:
+            await self.health.first_round()
         log.event(
             "started",
             prefill=list(settings.prefill_urls),

@@ -13,6 +13,7 @@ from contextlib import suppress
 from proxy.errors import TableUnavailable
 from proxy.metrics import Metrics
 from proxy.session.table import SessionTable
+from proxy.tasks import end
 from proxy.turn.conductor import Conductor
 from proxy.workers.pool import Pool, Role
 
@@ -40,9 +41,7 @@ class StateGauges:
         ]
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
 
     def refresh(self) -> None:
         """What can be read without asking anybody."""

@@ -48,6 +48,13 @@ class Settings(BaseSettings):
         description="Operators' port: metrics, switches, the live page. Unset: port + 1.",
     )
 
+    workers: int = Field(
+        1,
+        ge=1,
+        description="Processes of this proxy on the same port; one fills one core. They share "
+        "nothing but Redis. Limits like max_in_flight count for each.",
+    )
+
     prefill_urls: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="Prefill workers, comma separated: http://host:port."
     )

@@ -28,6 +28,7 @@ from proxy.errors import TableUnavailable
 from proxy.session.fingerprint import DIGEST_BYTES, PromptTokens, anchors
 from proxy.session.holding import MARK, Holding, decode, encode, mark_of
 from proxy.session.identity import Identity
+from proxy.session.redis_link import RedisLink
 from proxy.turn.reasons import Reason
 
 T = TypeVar("T")
@@ -175,14 +176,15 @@ class SessionTable:
             retry=Retry(NoBackoff(), 0),
             max_connections=4096,
         )
+        self._link = RedisLink(url, timeout_seconds=timeout_seconds)
         self._clock = clock
         self._paused_until = 0.0
-        self._find_by_conversation = self._redis.register_script(_FIND_BY_CONVERSATION)
-        self._find_by_prefix = self._redis.register_script(_FIND_BY_PREFIX)
-        self._commit = self._redis.register_script(_COMMIT)
-        self._claim = self._redis.register_script(_CLAIM)
-        self._evict = self._redis.register_script(_EVICT)
-        self._remark = self._redis.register_script(_REMARK)
+        self._find_by_conversation = self._link.register_script(_FIND_BY_CONVERSATION)
+        self._find_by_prefix = self._link.register_script(_FIND_BY_PREFIX)
+        self._commit = self._link.register_script(_COMMIT)
+        self._claim = self._link.register_script(_CLAIM)
+        self._evict = self._link.register_script(_EVICT)
+        self._remark = self._link.register_script(_REMARK)
 
     async def find(self, identity: Identity, prompt: PromptTokens) -> list[Holding]:
         """Holdings that may serve this prompt, newest first. Nothing is claimed yet."""
@@ -304,7 +306,7 @@ class SessionTable:
 
     def script(self, text: str) -> Any:
         """Register a Lua script."""
-        return self._redis.register_script(text)
+        return self._link.register_script(text)
 
     async def ping(self) -> bool:
         try:
@@ -313,6 +315,7 @@ class SessionTable:
             return False
 
     async def close(self) -> None:
+        await self._link.close()
         await self._redis.aclose()
 
     async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:

@@ -24,6 +24,10 @@ class Sink(Protocol):
 
     async def write(self, data: bytes, *, last: bool = False) -> None: ...
 
+    def offer(self, data: bytes) -> bool:
+        """Write at once if that needs no waiting; was it written?"""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Reservation:

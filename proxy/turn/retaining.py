@@ -29,6 +29,7 @@ from proxy.session.holding import Holding
 from proxy.session.ledger import Ledger, Page, Place
 from proxy.session.table import SessionTable, new_holding_id
 from proxy.settings import Settings
+from proxy.tasks import end
 from proxy.turn.background import Background
 from proxy.turn.reasons import Reason
 from proxy.turn.record import Reservation, Turn
@@ -100,8 +101,7 @@ class Retention:
 
     async def stop(self) -> None:
         if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
+            await end([self._sweeper])
 
     def budget(self, worker: Worker) -> int | None:
         """Blocks that may be retained on this worker; None while its size is unknown."""

@@ -16,6 +16,7 @@ import orjson
 
 from proxy import log
 from proxy.errors import WorkerError
+from proxy.tasks import end
 from proxy.workers.client import WorkerClient, refused_connection
 from proxy.workers.pool import Role, Worker
 
@@ -67,16 +68,18 @@ class ModelList:
 
     def __init__(self) -> None:
         self._by_worker: dict[str, list[dict[str, Any]]] = {}
+        self._names: set[Any] = set()
 
     def update(self, worker: str, entries: list[dict[str, Any]]) -> None:
         self._by_worker[worker] = entries
+        self._names = {e.get("id") for each in self._by_worker.values() for e in each}
 
     @property
     def known(self) -> bool:
         return bool(self._by_worker)
 
     def serves(self, model: str) -> bool:
-        return any(e.get("id") == model for entries in self._by_worker.values() for e in entries)
+        return model in self._names
 
     def page(self) -> dict[str, Any]:
         merged = {e.get("id"): e for entries in self._by_worker.values() for e in entries}
@@ -103,6 +106,12 @@ class HealthLoop:
         self._timeout = timeout
         self._failures = failures
         self._tasks: list[asyncio.Task[None]] = []
+        self._unasked = len(workers)
+        self._all_asked = asyncio.Event()
+
+    async def first_round(self) -> None:
+        """Return when every worker has been asked once; each question has its time limit."""
+        await self._all_asked.wait()
 
     def start(self) -> None:
         self._tasks = [
@@ -111,15 +120,17 @@ class HealthLoop:
         ]
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
 
     async def _watch(self, worker: Worker) -> None:
         probes = 0
         while True:
             await self.probe(worker, facts=probes % _FACTS_EVERY == 0)
             probes += 1
+            if probes == 1:
+                self._unasked -= 1
+                if not self._unasked:
+                    self._all_asked.set()
             await asyncio.sleep(self._interval)
 
     async def probe(self, worker: Worker, *, facts: bool) -> None:
