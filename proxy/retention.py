@@ -90,7 +90,7 @@ class ReturnTimes:
             best = max(best, hits / time if time > 0 else 0.0)
         return best
 
-    def lease(self, *, shortest: float, longest: float, share: float = 0.95) -> float:
+    def lease(self, *, shortest: float, longest: float, share: float = 0.98) -> float:
         """Seconds within which ``share`` of the next turns came, between the limits."""
         wanted = sum(self.returned) * share
         seen = 0.0
