@@ -58,7 +58,8 @@ bench-reuse: env ## Measure TTFT with and without reuse on a real pair
 bench-lookup: env-fast ## Measure session lookups against history length and table size
 	@exec $(BIN)/python -m tests.bench.lookup $(ARGS)
 
-bench-relay: env-fast ## Measure requests/s and added TTFT beside a fake worker asked directly
+bench-relay: env-fast ## Measure requests/s, added TTFT and CPU beside vllm-router (minutes)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench.txt
 	@exec $(BIN)/python -m tests.bench.relay $(ARGS)
 
 bench-retention: env-fast ## Compare retention policies on synthetic traces

@@ -234,7 +234,7 @@ class SessionTable:
         # Whatever becomes of the mark: the holding is ours now, and must be released.
         with suppress(TableUnavailable):
             if why is None:
-                await self._guard(lambda: self._redis.unlink(mark_key))
+                await self._guard(lambda: self._link.command("UNLINK", mark_key))
             else:
                 await self._guard(lambda: self._remark(keys=[mark_key], args=[mark]))
         return holding
