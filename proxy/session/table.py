@@ -228,14 +228,12 @@ class SessionTable:
         mark_key = key + MARK.encode()
         record = await self._guard(lambda: self._evict(keys=[key]))
         holding = decode(id, record) if record else None
-        if holding is None:
-            return None
-        mark = encode(mark_of(holding, why)) if why else b""
-        # Whatever becomes of the mark: the holding is ours now, and must be released.
+        # Whatever becomes of the mark: a holding that was found is ours now, and must be released.
         with suppress(TableUnavailable):
             if why is None:
                 await self._guard(lambda: self._link.command("UNLINK", mark_key))
-            else:
+            elif holding is not None:
+                mark = encode(mark_of(holding, why))
                 await self._guard(lambda: self._remark(keys=[mark_key], args=[mark]))
         return holding
 
