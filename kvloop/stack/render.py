@@ -192,8 +192,8 @@ messages = [{{"role": "user", "content": "Tell me about the sea."}}]
 answer = client.chat.completions.create(model="{state.model}", messages=messages, max_tokens=64)
 print(answer.choices[0].message.content)
 
-Talk to it: {chat}
-{watch}Stop it:    {stop}
+{watch}Talk to it: {chat}
+Stop it:    {stop}
 """
 
 
