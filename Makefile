@@ -15,7 +15,7 @@ INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help up down status chat env env-fast tools test test-fast lint bench bench-lookup bench-relay \
-	bench-retention differential soak clean
+	bench-retention differential soak chaos wedge clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,7 +71,8 @@ bench: env ## Measure all legs on a CPU pair, favourable and not; writes bench-r
 bench-lookup: env-fast ## Measure session lookups against history length and table size
 	@exec $(BIN)/python -m tests.bench.lookup $(ARGS)
 
-bench-relay: env-fast ## Measure requests/s and added TTFT beside a fake worker asked directly
+bench-relay: env-fast ## Measure requests/s, added TTFT and CPU beside vllm-router (minutes)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench.txt
 	@exec $(BIN)/python -m tests.bench.relay $(ARGS)
 
 bench-retention: env-fast ## Compare retention policies on synthetic traces
@@ -82,6 +83,12 @@ differential: env ## Compare over 200 generated conversations with a cold worker
 
 soak: env ## Soak the stack: 500 turns, then a verdict (minutes)
 	@exec $(BIN)/python -m tests.soak $(ARGS)
+
+chaos: env ## Kill, hang and restart every part under load, then a verdict (15-20 minutes)
+	@exec $(BIN)/python -m tests.chaos --report docs/chaos.md $(ARGS)
+
+wedge: env ## 500 one-shot requests on a decode worker of 24 blocks (minutes)
+	@exec $(BIN)/python -m tests.chaos wedge $(ARGS)
 
 clean: ## Stop the stack; remove the environment, built models, logs and caches
 	@if [ -x $(BIN)/kvloop ]; then $(BIN)/kvloop down; fi

@@ -73,7 +73,7 @@ class App:
             self.table, self.conductor, self.metrics, allowed=settings.reuse_enabled
         )
         self.switch.start()
-        self.gauges = StateGauges(self.metrics, self.pool, self.conductor.admission, self.table)
+        self.gauges = StateGauges(self.metrics, self.pool, self.conductor, self.table)
         self.gauges.start()
         self._stalls = StallWatch(settings.client_write_timeout_seconds)
         self._stalls.start()

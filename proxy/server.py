@@ -16,6 +16,9 @@ from proxy.api import http
 from proxy.app import App
 from proxy.settings import Settings, SettingsError
 
+_LINGER_SECONDS = 1.0
+"""Least time between the signal and the end: a request that was on its way when the signal came is
+refused with a 503, which a client can read, where a closing socket would reset its connection."""
 _CUT_SECONDS = 2
 """After the drain: for streams that are cut to close their workers' connections."""
 _COLLECT_EVERY = 10_000
@@ -135,7 +138,7 @@ class Server(uvicorn.Server):
     async def _drain_and_exit(self) -> None:
         try:
             async with asyncio.timeout(self._drain_seconds):
-                await self._app.drain()
+                await asyncio.gather(self._app.drain(), asyncio.sleep(_LINGER_SECONDS))
         except TimeoutError:
             log.event("drain_timeout", cut=self._app.conductor.admission.in_flight)
         self.should_exit = True

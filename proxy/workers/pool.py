@@ -138,7 +138,7 @@ class Pool:
     def __init__(self, workers: Iterable[Worker]) -> None:
         self.workers = list(workers)
         self._by_name = {worker.name: worker for worker in self.workers}
-        self._turn = 0
+        self._chosen = dict.fromkeys(Role, 0)
 
     def choose(
         self, role: Role, *, avoid: Iterable[str] = (), now: float | None = None
@@ -156,8 +156,8 @@ class Pool:
             candidates = [each for each in candidates if each.in_favour(now)] or candidates
         if not candidates:
             return None
-        self._turn += 1
-        offset = self._turn % len(candidates)
+        self._chosen[role] += 1
+        offset = self._chosen[role] % len(candidates)
         rotated = candidates[offset:] + candidates[:offset]
         best = min(rotated, key=lambda each: each.outstanding)
         if now is not None:

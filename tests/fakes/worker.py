@@ -12,12 +12,13 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 ROLE_IDS = {"system": 300, "user": 301, "assistant": 302, "tool": 303}
 END = 310
@@ -100,6 +101,9 @@ class Cluster:
 class FakeWorker:
     """One fake. ``await start()``, then ``url``; ``requests`` holds what it was sent."""
 
+    middlewares: Sequence[Middleware] = ()
+    """Around every route; a subclass may misbehave in them."""
+
     def __init__(
         self,
         cluster: Cluster,
@@ -141,7 +145,7 @@ class FakeWorker:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> FakeWorker:
-        app = web.Application(client_max_size=2**30)
+        app = web.Application(client_max_size=2**30, middlewares=self.middlewares)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
