@@ -15,7 +15,7 @@ INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help up down status chat env env-fast tools test test-fast lint bench bench-lookup bench-relay \
-	bench-retention differential soak chaos wedge clean
+	bench-metrics bench-retention differential soak chaos wedge clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ bench-lookup: env-fast ## Measure session lookups against history length and tab
 bench-relay: env-fast ## Measure requests/s, added TTFT and CPU beside vllm-router (minutes)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench.txt
 	@exec $(BIN)/python -m tests.bench.relay $(ARGS)
+
+bench-metrics: env-fast ## Measure what metrics, log and the live page's memory cost a turn
+	@exec $(BIN)/python -m tests.bench.metrics $(ARGS)
 
 bench-retention: env-fast ## Compare retention policies on synthetic traces
 	@exec $(BIN)/python -m tests.bench.retention $(ARGS)

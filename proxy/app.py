@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from proxy import log
@@ -23,6 +25,9 @@ from proxy.workers.client import WorkerClient
 from proxy.workers.health import HealthLoop, ModelList
 from proxy.workers.pool import Pool, Role, Worker
 
+if TYPE_CHECKING:
+    from proxy.tracing import Tracing
+
 
 class App:
     """The proxy as an ASGI application.
@@ -42,6 +47,7 @@ class App:
             + [_worker(url, Role.DECODE) for url in settings.decode_urls]
         )
         self._private_store: PrivateStore | None = None
+        self.tracing = _tracing(settings)
 
     async def start(self) -> None:
         settings = self.settings
@@ -67,6 +73,7 @@ class App:
             table=self.table,
             ledger=self.ledger,
             metrics=self.metrics,
+            tracing=self.tracing,
         )
         self.conductor.retention.start()
         self.switch = ReuseSwitch(
@@ -113,6 +120,8 @@ class App:
         await self.table.close()
         if self._private_store is not None:
             await self._private_store.stop()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     async def drain(self) -> None:
         """Refuse new turns, say so on ``/ready``, and return when no turn is left."""
@@ -143,6 +152,14 @@ class App:
                 await self.stop()
                 await send({"type": "lifespan.shutdown.complete"})
                 return
+
+
+def _tracing(settings: Settings) -> Tracing | None:
+    if settings.otlp_endpoint is None:
+        return None
+    from proxy import tracing  # OpenTelemetry is optional
+
+    return tracing.Tracing(tracing.exporting(settings))
 
 
 def _worker(url: str, role: Role) -> Worker:

@@ -225,28 +225,16 @@ class SessionTable:
         with None it goes too.
         """
         key = b"kvloop:{" + scope.encode() + b"}:h:" + id.encode()
-<<<<<<< HEAD
         mark_key = key + MARK.encode()
-        record = await self._guard(lambda: self._redis.getdel(key))
-        holding = decode(id, record) if record else None
-        if holding is None:
-            return None
-        mark = encode(mark_of(holding, why)) if why else b""
-        # Whatever becomes of the mark: the holding is ours now, and must be released.
-        with suppress(TableUnavailable):
-            if why is None:
-                await self._guard(lambda: self._redis.unlink(mark_key))
-            else:
-                await self._guard(lambda: self._redis.set(mark_key, mark, xx=True, keepttl=True))
-=======
         record = await self._guard(lambda: self._evict(keys=[key]))
         holding = decode(id, record) if record else None
-        if why is None:
-            await self._guard(lambda: self._link.command("UNLINK", key + MARK.encode()))
-        elif holding is not None:
-            mark = encode(mark_of(holding, why))
-            await self._guard(lambda: self._remark(keys=[key + MARK.encode()], args=[mark]))
->>>>>>> main
+        # Whatever becomes of the mark: a holding that was found is ours now, and must be released.
+        with suppress(TableUnavailable):
+            if why is None:
+                await self._guard(lambda: self._link.command("UNLINK", mark_key))
+            elif holding is not None:
+                mark = encode(mark_of(holding, why))
+                await self._guard(lambda: self._remark(keys=[mark_key], args=[mark]))
         return holding
 
     async def commit(

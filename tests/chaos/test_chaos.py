@@ -20,7 +20,7 @@ import pytest
 from proxy.app import App
 from proxy.settings import Settings
 from proxy.turn import prefill_leg
-from proxy.workers import client
+from proxy.workers import http1
 from tests.chaos import report
 from tests.chaos import rounds as played_rounds
 from tests.chaos.faults import FAULTS, Fault
@@ -68,7 +68,8 @@ class InsideCounter(LeakCounter):
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be waited for in seconds is waited for in tenths."""
-    monkeypatch.setattr(client, "_KEEPALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(http1, "_KEEPALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(http1, "_REAP_SECONDS", 0.1)
     monkeypatch.setattr(prefill_leg, "ABORT_SETTLES", 0.05)
 
 
@@ -108,6 +109,7 @@ async def test_the_run_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(played_rounds, "right_answer", lambda messages: "something else")
     monkeypatch.setattr(played_rounds, "RECOVERS", 0.1)
     monkeypatch.setattr(played_rounds, "SETTLES", 0.3)
+    monkeypatch.setattr(played_rounds, "MORE", 0.3)
 
     @asynccontextmanager
     async def keeps(rig: Any) -> AsyncIterator[None]:

@@ -127,6 +127,8 @@ class FakeWorker:
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.more_metrics: Callable[[], str] = str
         """Gives lines to add to the page of metrics."""
+        self.headers: list[dict[str, str]] = []
+        """Of each request in ``requests``, with lower-case names."""
         self.started_at = time.time()
         self.open_requests = 0
         self.aborted = 0
@@ -232,6 +234,7 @@ class FakeWorker:
     async def _read(self, request: web.Request) -> dict[str, Any]:
         body: dict[str, Any] = json.loads(await request.read())
         self.requests.append((request.path, body))
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
         if self.knobs.fail_next.get(request.path, 0) > 0:
             self.knobs.fail_next[request.path] -= 1
             raise web.HTTPInternalServerError(
