@@ -95,6 +95,24 @@ class Settings(BaseSettings):
         "that prefill declines and computes.",
     )
 
+    append_tokens: int = Field(
+        64,
+        ge=0,
+        description="Longest new part in tokens that decode computes itself, behind the history "
+        "that it still has, while the costs of the routes are not known. 0: decode never does.",
+    )
+    append_stall_seconds: float = Field(
+        0.15,
+        ge=0,
+        description="Longest expected time for which decode's running streams may stand still "
+        "while it computes a turn's new part itself.",
+    )
+    plan_by_cost: bool = Field(
+        True,
+        description="Choose a turn's route by what its legs have cost on these workers. False: by "
+        "append_tokens and pull_threshold alone.",
+    )
+
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="Larger requests get a 413.")
 
     connect_timeout_seconds: Seconds = Field(

@@ -26,6 +26,7 @@ from proxy.turn.parts import Parts
 from proxy.turn.record import Prompt, Sink, Turn
 from proxy.turn.wire import CHAT_PATH
 from proxy.workers.pool import Worker
+from proxy.workers.worker import rank_of
 
 _LAST_WORDS_SECONDS = 0.05
 """How long a plain answer may still arrive after its client left: decode may have finished and
@@ -55,17 +56,24 @@ class DecodeLeg:
         handle: dict[str, Any] | None,
         prompt: Prompt | None,
         sink: Sink,
+        *,
+        append: bool = False,
     ) -> None:
-        keep = handle is not None and prompt is not None and self._parts.reuse_on
+        """Answer through ``sink``. ``append``: without a handle, on what decode has itself."""
+        transfers = handle is not None or append
+        keep = transfers and prompt is not None and self._parts.keeps(worker)
         body = wire.decode_body(
             turn.body,
             handle,
             ids_json=prompt.json if prompt else None,
             keep=keep,
             ask_ids=worker.plugin is not True,
+            append=append,
         )
         kept_prompt = prompt.tokens if prompt and keep else None
         headers = {"X-Request-Id": f"{turn.request_id}-d{turn.attempts}"}
+        if append and turn.claimed and (rank := rank_of(turn.claimed.engine_id)) is not None:
+            headers["X-data-parallel-rank"] = str(rank)  # each rank has its own prefix cache
         if turn.streamed:
             await self._decode_stream(turn, worker, body, headers, kept_prompt, sink)
         else:

@@ -51,11 +51,12 @@ class Releases:
         """Have a prefill worker tell decode that the blocks are free."""
         await self._background.pause(pause)
         result = "no_prefill_worker"
-        worker = self._pool.choose(Role.PREFILL, avoid=[avoid])
+        holder = self._pool.get(holding.worker)
+        worker = self._pool.choose(Role.PREFILL, avoid=[avoid], beside=holder)
         if worker is None or not worker.pulls_allowed(time.monotonic()):
             # Nobody can carry it now; the pin outlives most pauses.
             await self._background.pause(self._settings.pull_pause_seconds)
-            worker = self._pool.choose(Role.PREFILL, avoid=[avoid])
+            worker = self._pool.choose(Role.PREFILL, avoid=[avoid], beside=holder)
         if worker is not None and worker.pulls_allowed(time.monotonic()):
             try:
                 await self._client.call(
