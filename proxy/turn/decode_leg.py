@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -107,9 +108,10 @@ class DecodeLeg:
             raise
         worker.answered()
         self._handed_over(turn, worker)
+        ending = wire.ending_of_answer(turn.body, answer)
+        _correct(turn, ending)
         await self._parts.background.carry_through(
-            self._keeping.keep(turn, worker, prompt, wire.ending_of_answer(turn.body, answer)),
-            "keep",
+            self._keeping.keep(turn, worker, prompt, ending), "keep"
         )
         clean = wire.client_answer(answer, client_asked_ids=bool(turn.body.get("return_token_ids")))
         turn.first_content()
@@ -174,11 +176,10 @@ class DecodeLeg:
                             ):
                                 block, event = take_turn_event(block)
                                 kept = True
+                                ending = wire.ending_of_event(event)
+                                _correct(turn, ending)
                                 await self._parts.background.carry_through(
-                                    self._keeping.keep(
-                                        turn, worker, prompt, wire.ending_of_event(event)
-                                    ),
-                                    "keep",
+                                    self._keeping.keep(turn, worker, prompt, ending), "keep"
                                 )
                             if block.startswith(b'data: {"error"'):
                                 self._parts.metrics.stream_errors.inc()
@@ -218,6 +219,21 @@ class DecodeLeg:
         if not turn.handed_over:
             turn.handed_over = True
             worker.transfer_succeeded()
+
+
+def _correct(turn: Turn, ending: wire.Ending) -> None:
+    """Replace what decode was expected to find in its cache by what it says it found."""
+    work = turn.decode_work
+    if work is None or not isinstance(ending.handle, dict):
+        return
+    _, pulled, local = wire.reported_reuse(ending.handle)
+    if pulled is None or local is None:
+        return
+    if work.moved:
+        turn.decode_work = replace(work, moved=max(1, pulled))
+    else:
+        computed = max(1, turn.prompt_tokens - local)
+        turn.decode_work = replace(work, computed=computed, context=turn.prompt_tokens - computed)
 
 
 def _committed(worker: Worker, block: bytes) -> bool:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_KEPT = 0.97
-"""Weight of the past when a new leg arrives: some 30 legs count."""
+_KEPT = 0.95
+"""Weight of the past when a new leg arrives: some 20 legs count."""
 _ENOUGH = 5
 """Legs of a kind before it is predicted; fewer, and one stall decides."""
 _FRESH_SECONDS = 300.0
@@ -24,7 +24,7 @@ _SURPRISE = 4.0
 """A leg that took more than so many times the expected counts as if it had taken just that: one
 stall must not bend the fit, and a lasting change still gets through in a few legs."""
 _FLOOR_SECONDS = 0.02
-"""Errors are weighted relative to the leg's time, down to this: shorter legs are mostly noise."""
+"""A leg counts less the longer it took, down to this: a long leg's error is larger too."""
 _BESIDE_OTHERS = 0.3
 """Weight of a leg that had other work before it: its wait is only estimated."""
 _SWEEPS = 60
@@ -71,7 +71,7 @@ class LegCosts:
         if expected:
             self.error += 0.1 * (abs(seconds - expected) / expected - self.error)
             seconds = min(seconds, expected * _SURPRISE)
-        weight = (_BESIDE_OTHERS if work.ahead else 1.0) / max(seconds, _FLOOR_SECONDS) ** 2
+        weight = (_BESIDE_OTHERS if work.ahead else 1.0) / max(seconds, _FLOOR_SECONDS)
         row = _features(work)
         for i in range(_SIZE):
             for j in range(_SIZE):
