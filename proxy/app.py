@@ -9,6 +9,7 @@ from proxy.api import admin, operations
 from proxy.api.chat import ChatRoute
 from proxy.api.http import Receive, Scope, Send
 from proxy.api.stalls import StallWatch
+from proxy.gauges import StateGauges
 from proxy.metrics import Metrics
 from proxy.session.private_store import PrivateStore
 from proxy.session.table import SessionTable
@@ -65,6 +66,8 @@ class App:
             self.table, self.conductor, self.metrics, allowed=settings.reuse_enabled
         )
         self.switch.start()
+        self.gauges = StateGauges(self.metrics, self.pool, self.conductor.admission, self.table)
+        self.gauges.start()
         self._stalls = StallWatch(settings.client_write_timeout_seconds)
         self._stalls.start()
         self._chat = ChatRoute(
@@ -91,6 +94,7 @@ class App:
     async def stop(self) -> None:
         await self.switch.stop()
         await self._stalls.stop()
+        await self.gauges.stop()
         await self.health.stop()
         await self.conductor.close()
         await self.client.close()

@@ -33,6 +33,8 @@ _LAST_WORDS_SECONDS = 0.05
 """How long a plain answer may still arrive after its client left: decode may have finished and
 pinned blocks in that very moment, and only the answer says which."""
 _DONE_END = b"data: [DONE]\n\n"
+_LAST_EVENTS = (TURN_EVENT_PREFIX, b"data: [DONE]")
+"""What follows the answer's last piece."""
 
 
 class Repeatable(Exception):
@@ -157,6 +159,8 @@ class DecodeLeg:
                         data = await self._parts.client.read_some(worker, response, timeout=timeout)
                         block = splitter.feed(data) if data else splitter.flush()
                         if block:
+                            if begun and not block.startswith(_LAST_EVENTS):
+                                turn.next_content()
                             if not begun:
                                 self._handed_over(turn, worker)
                                 held.append(block)

@@ -257,6 +257,8 @@ class Lookup:
         holding = match.holding if match else None
         if holding is not None and holding.handle is not None:
             turn.claimed = holding
+            assert match is not None
+            turn.mismatched_tokens = holding.fingerprint.token_count - match.common
         now, pool = time.monotonic(), self._parts.pool
         append = None
         if situation is not None:

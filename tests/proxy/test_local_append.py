@@ -17,6 +17,7 @@ async def retaining(serve: Serve, **settings: Any) -> Serving:
     """A pair whose decode worker runs our connector."""
     serving = await serve(**settings)
     serving.decode.knobs.pin_limit = 512
+    serving.decode._cache = set()
     worker = serving.app.pool.get(serving.decode.name)
     assert worker is not None
     await serving.app.health.probe(worker, facts=True)
