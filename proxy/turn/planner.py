@@ -191,8 +191,9 @@ def _bearable(append: Append, limits: Limits, expected: Expected | None) -> bool
 
 
 _WORTH_CHANGING = 0.95
-"""The fixed rules' route is left for one that is expected to take less than this share of its
-time: two routes that cost the same must not take turns on noise."""
+_WORTH_SECONDS = 0.005
+"""The fixed rules' route is left for one that is expected to take less than this share of its time,
+and to save this many seconds: two routes that cost the same must not take turns on noise."""
 
 
 def _cheapest(
@@ -217,7 +218,8 @@ def _cheapest(
     if fixed not in known:
         return fixed, False
     best = min(known, key=lambda route: known[route])
-    return (best if known[best] < known[fixed] * _WORTH_CHANGING else fixed), True
+    enough = min(known[fixed] * _WORTH_CHANGING, known[fixed] - _WORTH_SECONDS)
+    return (best if known[best] < enough else fixed), True
 
 
 def _cut(match: Match, block_size: int | None) -> tuple[int, int] | None:

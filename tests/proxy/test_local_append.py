@@ -94,7 +94,7 @@ async def test_learnt_costs_decide_and_are_logged(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An append of any length is taken once it is known to be cheaper, and the log says why."""
-    serving = await retaining(serve)
+    serving = await retaining(serve, plan_by_cost=True)
     lines: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(log, "event", lambda name, **fields: lines.append((name, fields)))
     pool, now = serving.app.pool, time.monotonic()

@@ -39,9 +39,10 @@ class Reuse(RuleBasedStateMachine):
         block=st.sampled_from([16, 32, 64]),
         groups=st.sampled_from([1, 1, 1, 2]),
         system=LENGTHS,
+        connector=st.booleans(),
     )
-    def begin(self, block: int, groups: int, system: int) -> None:
-        self.world = World(block_size=block, groups=groups)
+    def begin(self, block: int, groups: int, system: int, connector: bool) -> None:
+        self.world = World(block_size=block, groups=groups, connector=connector)
         self.system = self.words(system)
 
     def teardown(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 
 from tests.proxy.model.machine import Reuse
+from tests.proxy.model.world import World
 
 _LENGTHS = (1, 16, 17, 33, 63, 64, 65, 96, 130, 200)
 _ENDINGS = ("stop",) * 6 + ("length", "stop_string")
@@ -15,13 +16,21 @@ _ENDINGS = ("stop",) * 6 + ("length", "stop_string")
 
 def play(seed: int, steps: int = 60) -> int:
     """One history; the tokens pulled in it. Raises when a fault is found."""
+    return played(seed, steps).pulled
+
+
+def played(seed: int, steps: int = 60) -> World:
+    """The world at the end of one history."""
     dice = random.Random(seed)
     machine = Reuse()
-    machine.begin(dice.choice((16, 32, 64)), dice.choice((1, 1, 1, 2)), dice.choice(_LENGTHS))
+    # Every third world has our connector, so that decode may be asked to append.
+    machine.begin(
+        dice.choice((16, 32, 64)), dice.choice((1, 1, 1, 2)), dice.choice(_LENGTHS), seed % 3 == 0
+    )
     try:
         for _ in range(steps):
             _step(machine, dice)
-        return machine.world.pulled
+        return machine.world
     finally:
         machine.teardown()
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.proxy.model.machine import Reuse
-from tests.proxy.model.player import play
+from tests.proxy.model.player import play, played
 
 QUICK = settings(
     max_examples=60,
@@ -31,8 +31,9 @@ def test_no_interleaving_reads_wrong_kv_or_forgets_a_pin() -> None:
 
 def test_likely_histories_read_no_wrong_kv_and_do_pull() -> None:
     """The same with steps weighted as clients behave; a failing seed is one history."""
-    pulled = sum(play(seed) for seed in range(100))
-    assert pulled > 5_000
+    worlds = [played(seed) for seed in range(100)]
+    assert sum(world.pulled for world in worlds) > 5_000
+    assert sum(world.appends for world in worlds) > 20
 
 
 @pytest.mark.soak
