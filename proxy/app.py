@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 from proxy import log
 from proxy.api import admin, operations
 from proxy.api.chat import ChatRoute
@@ -19,7 +17,9 @@ from proxy.turn.conductor import Conductor
 from proxy.turn.wire import CHAT_PATH
 from proxy.workers.client import WorkerClient
 from proxy.workers.health import HealthLoop, ModelList
-from proxy.workers.pool import Pool, Role, Worker
+from proxy.workers.pool import Pool, Role
+from proxy.workers.roster import Roster
+from proxy.workers.sources import Sources
 
 
 class App:
@@ -33,10 +33,7 @@ class App:
         self.settings = settings
         self.metrics = Metrics()
         self.models = ModelList()
-        self.pool = Pool(
-            [_worker(url, Role.PREFILL) for url in settings.prefill_urls]
-            + [_worker(url, Role.DECODE) for url in settings.decode_urls]
-        )
+        self.pool = Pool()
         self._private_store: PrivateStore | None = None
 
     async def start(self) -> None:
@@ -49,7 +46,6 @@ class App:
         self.client = WorkerClient(connect_timeout_seconds=settings.connect_timeout_seconds)
         self.health = HealthLoop(
             self.client,
-            self.pool.workers,
             self.models,
             interval=settings.health_interval_seconds,
             timeout=settings.health_timeout_seconds,
@@ -80,7 +76,20 @@ class App:
         )
         self._operations = operations.build(self)
         self.admin = admin.build(self)
-        self.health.start()
+        sources = Sources(
+            [(url, Role.PREFILL) for url in settings.prefill_urls]
+            + [(url, Role.DECODE) for url in settings.decode_urls],
+            settings.workers_file,
+        )
+        self.roster = Roster(
+            sources,
+            self.pool,
+            self.health,
+            self.table,
+            interval=settings.discovery_interval_seconds,
+            keep_leaving=settings.decode_kv_ttl_seconds,
+        )
+        await self.roster.start()
         log.event(
             "started",
             prefill=list(settings.prefill_urls),
@@ -92,6 +101,7 @@ class App:
             log.event("verification_is_off", note="answers may be wrong; for tests only")
 
     async def stop(self) -> None:
+        await self.roster.stop()
         await self.switch.stop()
         await self._stalls.stop()
         await self.gauges.stop()
@@ -131,7 +141,3 @@ class App:
                 await self.stop()
                 await send({"type": "lifespan.shutdown.complete"})
                 return
-
-
-def _worker(url: str, role: Role) -> Worker:
-    return Worker(url=url, role=role, name=urlsplit(url).netloc)

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from proxy import __version__
-from proxy.api import operations
+from proxy.api import operations, workers
 
 if TYPE_CHECKING:
     from proxy.app import App
@@ -47,4 +47,5 @@ def build(app: App) -> FastAPI:
         await app.table.set_reuse(wanted.on)
         return ReuseState(fleet=wanted.on, here=app.conductor.reuse_on)
 
+    workers.add_routes(admin, app)
     return admin

@@ -32,6 +32,9 @@ T = TypeVar("T")
 REUSE_KEY = "kvloop:reuse"
 """Fleet-wide switch: the value ``off`` stops reuse, anything else or no key allows it."""
 
+WORKERS_KEY = "kvloop:workers"
+"""Fleet-wide: workers that operators added, drain or removed."""
+
 _KEPT_PER_CONVERSATION = 8
 """Parallel branches of one conversation worth remembering; fewer would forget sub-agents."""
 _KEPT_PER_ANCHOR = 256
@@ -194,6 +197,18 @@ class SessionTable:
             await self._guard(lambda: self._redis.delete(REUSE_KEY))
         else:
             await self._guard(lambda: self._redis.set(REUSE_KEY, "off"))
+
+    async def worker_changes(self) -> dict[str, bytes]:
+        """What operators want of workers, by worker name (``workers/roster.py``)."""
+        stored = await self._guard(lambda: self._redis.hgetall(WORKERS_KEY))
+        return {name.decode(): record for name, record in stored.items()}
+
+    async def set_worker_change(self, name: str, record: bytes | None) -> None:
+        """None: nothing special is wanted of it any more."""
+        if record is None:
+            await self._guard(lambda: self._redis.hdel(WORKERS_KEY, name))
+        else:
+            await self._guard(lambda: self._redis.hset(WORKERS_KEY, name, record))
 
     async def ping(self) -> bool:
         try:

@@ -112,6 +112,9 @@ class ModelList:
     def __init__(self) -> None:
         self._by_worker: dict[str, list[dict[str, Any]]] = {}
 
+    def forget(self, worker: str) -> None:
+        self._by_worker.pop(worker, None)
+
     def update(self, worker: str, entries: list[dict[str, Any]]) -> None:
         self._by_worker[worker] = entries
 
@@ -133,7 +136,6 @@ class HealthLoop:
     def __init__(
         self,
         client: WorkerClient,
-        workers: list[Worker],
         models: ModelList,
         *,
         interval: float,
@@ -141,23 +143,28 @@ class HealthLoop:
         failures: int,
     ) -> None:
         self._client = client
-        self._workers = workers
         self._models = models
         self._interval = interval
         self._timeout = timeout
         self._failures = failures
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def start(self) -> None:
-        self._tasks = [
-            asyncio.create_task(self._watch(worker), name=f"health {worker.name}")
-            for worker in self._workers
-        ]
+    def watch(self, worker: Worker) -> None:
+        """Probe this worker from now on."""
+        self._tasks[worker.name] = asyncio.create_task(
+            self._watch(worker), name=f"health {worker.name}"
+        )
+
+    def forget(self, worker: Worker) -> None:
+        """It has left the pool."""
+        if task := self._tasks.pop(worker.name, None):
+            task.cancel()
+        self._models.forget(worker.name)
 
     async def stop(self) -> None:
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _watch(self, worker: Worker) -> None:
         probes = 0
