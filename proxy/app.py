@@ -6,9 +6,11 @@ from proxy import log
 from proxy.api import admin, operations
 from proxy.api.chat import ChatRoute
 from proxy.api.http import Receive, Scope, Send
+from proxy.api.live import Live
 from proxy.api.stalls import StallWatch
 from proxy.gauges import StateGauges
 from proxy.metrics import Metrics
+from proxy.session.ledger import Ledger
 from proxy.session.private_store import PrivateStore
 from proxy.session.table import SessionTable
 from proxy.settings import Settings
@@ -43,6 +45,7 @@ class App:
             self._private_store = PrivateStore()
             url = await self._private_store.start()
         self.table = SessionTable(url, timeout_seconds=settings.table_timeout_seconds)
+        self.ledger = Ledger(self.table)
         self.client = WorkerClient(connect_timeout_seconds=settings.connect_timeout_seconds)
         self.health = HealthLoop(
             self.client,
@@ -56,8 +59,10 @@ class App:
             pool=self.pool,
             client=self.client,
             table=self.table,
+            ledger=self.ledger,
             metrics=self.metrics,
         )
+        self.conductor.retention.start()
         self.switch = ReuseSwitch(
             self.table, self.conductor, self.metrics, allowed=settings.reuse_enabled
         )
@@ -75,6 +80,7 @@ class App:
             read_timeout=settings.client_read_timeout_seconds,
         )
         self._operations = operations.build(self)
+        self.live = Live(self)
         self.admin = admin.build(self)
         sources = Sources(
             [(url, Role.PREFILL) for url in settings.prefill_urls]
@@ -102,10 +108,12 @@ class App:
 
     async def stop(self) -> None:
         await self.roster.stop()
+        self.live.close()
         await self.switch.stop()
         await self._stalls.stop()
         await self.gauges.stop()
         await self.health.stop()
+        await self.conductor.retention.stop()
         await self.conductor.close()
         await self.client.close()
         await self.table.close()

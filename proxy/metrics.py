@@ -24,6 +24,8 @@ from prometheus_client import (
     multiprocess,
 )
 
+from proxy.retention import EDGES
+
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _FAST_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 _GAP_SECONDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5, 30)
@@ -35,6 +37,8 @@ RELEASE_RESULTS = ("sent", "with_prefill", "failed", "no_prefill_worker")
 RETRY_LEGS = ("prefill", "warm_prefill", "decode")
 RETRY_CAUSES = ("WorkerFailed", "WorkerUnreachable")
 TABLE_OPERATIONS = ("find", "claim", "commit")
+TABLE_FAILURES = (*TABLE_OPERATIONS, "evict", "ledger")
+EVICTION_REASONS = ("budget", "session_deleted")
 REFUSED_CAUSES = ("draining", "queue_full", "queue_timeout")
 STRANDED_CAUSES = ("client_left", "decode_failed")
 PAUSES = ("breaker", "pulls", "transfers")
@@ -137,6 +141,46 @@ class Metrics:
             "kvloop_releases",
             "Claimed handles that were given back to decode unused.",
             ("result",),
+            registry=registry,
+        )
+        self.retained_blocks = Gauge(
+            "kvloop_retained_blocks",
+            "KV blocks that the decode worker keeps for ended turns or will keep for turns under "
+            "way. Every proxy shows the same number: the ledger is shared.",
+            ("worker",),
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+        self.retention_budget_blocks = Gauge(
+            "kvloop_retention_budget_blocks",
+            "Most blocks that may be retained on the decode worker.",
+            ("worker",),
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+        self.evictions = Counter(
+            "kvloop_evictions",
+            "Holdings given up before their lease ended: for the budget, or because their session "
+            "was deleted.",
+            ("reason",),
+            registry=registry,
+        )
+        self.retained_block_seconds = Counter(
+            "kvloop_retained_block_seconds",
+            "Blocks times the seconds for which they were retained, when they go.",
+            ("worker",),
+            registry=registry,
+        )
+        self.leases_expired = Counter(
+            "kvloop_leases_expired",
+            "Holdings that nobody came for before decode's lease ended.",
+            ("worker",),
+            registry=registry,
+        )
+        self.turn_gap_seconds = Histogram(
+            "kvloop_turn_gap_seconds",
+            "From the end of a turn to the next turn of its conversation.",
+            buckets=EDGES,
             registry=registry,
         )
         self.claims_lost = Counter(
@@ -266,7 +310,8 @@ class Metrics:
             (self.prompt_tokens, TOKEN_SOURCES),
             (self.canary_checks, CANARY_RESULTS),
             (self.releases, RELEASE_RESULTS),
-            (self.table_failures, TABLE_OPERATIONS),
+            (self.table_failures, TABLE_FAILURES),
+            (self.evictions, EVICTION_REASONS),
             (self.refused_turns, REFUSED_CAUSES),
             (self.stranded_prefills, STRANDED_CAUSES),
         ):

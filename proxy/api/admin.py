@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from proxy import __version__
-from proxy.api import operations, workers
+from proxy.api import live, operations, sessions, workers
 
 if TYPE_CHECKING:
     from proxy.app import App
@@ -34,6 +34,7 @@ def build(app: App) -> FastAPI:
     admin = FastAPI(title="kvloop admin", version=__version__)
     operations.add_probes(admin, app)
     operations.in_openai_shape(admin)
+    live.add_live_page(admin, app.live)
 
     @admin.get("/admin/reuse")
     async def reuse() -> ReuseState:
@@ -48,4 +49,5 @@ def build(app: App) -> FastAPI:
         return ReuseState(fleet=wanted.on, here=app.conductor.reuse_on)
 
     workers.add_routes(admin, app)
+    sessions.add_operator_routes(admin, app)
     return admin

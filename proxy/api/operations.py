@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from proxy import __version__
-from proxy.api import workers
+from proxy.api import sessions, workers
 from proxy.errors import KvloopError, NoWorker, http_answer, openai_error
 from proxy.workers.pool import Role
 
@@ -37,7 +37,13 @@ def build(app: App) -> FastAPI:
             raise NoWorker("No decode worker has answered yet.")
         return JSONResponse(app.models.page())
 
+    sessions.add_client_routes(client_side, app, _tenant_of)
     return client_side
+
+
+def _tenant_of(request: Request) -> str:
+    """Whose request this is; what checks its key notes it there."""
+    return str(getattr(request.state, "tenant", ""))
 
 
 def add_probes(surface: FastAPI, app: App) -> None:

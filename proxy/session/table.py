@@ -5,14 +5,16 @@ Keys, all under ``kvloop:{<scope>}:`` so that one scope stays in one cluster slo
 ``h:<id>``            one holding; its existence is the right to claim it
 ``c:<conversation>``  ids of a named conversation's holdings, newest first
 ``a:<digest>``        ids of the holdings whose tokens begin with this prefix, newest first
+``h:<id>x``           the holding's mark: stays some time after it, and says what became of it
 
-Every key expires with the blocks it speaks of. The races each step closes are told beside it.
+Every key expires, a holding's with the blocks it speaks of. The races each step closes are told
+beside it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -24,8 +26,9 @@ from redis.retry import Retry
 
 from proxy.errors import TableUnavailable
 from proxy.session.fingerprint import DIGEST_BYTES, PromptTokens, anchors
-from proxy.session.holding import Holding, decode, encode
+from proxy.session.holding import MARK, Holding, decode, encode, mark_of
 from proxy.session.identity import Identity
+from proxy.turn.reasons import Reason
 
 T = TypeVar("T")
 
@@ -35,8 +38,9 @@ REUSE_KEY = "kvloop:reuse"
 WORKERS_KEY = "kvloop:workers"
 """Fleet-wide: workers that operators added, drain or removed."""
 
-_KEPT_PER_CONVERSATION = 8
-"""Parallel branches of one conversation worth remembering; fewer would forget sub-agents."""
+_KEPT_PER_CONVERSATION = 16
+"""Parallel branches of one conversation worth remembering, each with its mark; fewer would forget
+sub-agents."""
 _KEPT_PER_ANCHOR = 256
 """Conversations found by the same prefix. A shared system prompt with short questions gives many,
 and what falls off the list is lost to its owner while decode still keeps it. 32 bytes each."""
@@ -62,29 +66,42 @@ return found
 
 # The prompt's digests come as one argument: a key for each of thousands of spans would cost the
 # client more than the search costs the server. All keys are in the scope's slot, as KEYS[1] is.
-# Lists go newest first; of the longest shared prefix the newest live holding is taken.
+# Lists go newest first; of the longest shared prefix the newest live holding is taken, and a mark
+# only where there is no holding at all.
 _FIND_BY_PREFIX = """
 local prefix, size, digests = KEYS[1], tonumber(ARGV[2]), ARGV[3]
+local mark = {}
 for last = #digests, size, -size do
   local key = prefix .. string.sub(digests, last - size + 1, last)
   if redis.call('EXISTS', key) == 1 then
     for _, id in ipairs(redis.call('LRANGE', key, 0, -1)) do
       local record = redis.call('GET', ARGV[1] .. id)
-      if record then return {id, record} end
+      if record then
+        if string.sub(id, -1) ~= ARGV[4] then return {id, record} end
+        if not mark[1] then mark = {id, record} end
+      end
     end
   end
 end
-return {}
+return mark
 """
 
 # One script, so that no reader sees an index entry without its holding or the reverse.
+# The mark is indexed behind its holding and under the longest prefix only: under a shorter, shared
+# one it would stand before the holdings of others.
 _COMMIT = """
-local ttl = tonumber(ARGV[2])
+local ttl, marked = tonumber(ARGV[2]), tonumber(ARGV[6])
 redis.call('SET', ARGV[1], ARGV[4], 'PX', ttl)
+if marked > 0 then redis.call('SET', ARGV[1] .. ARGV[7], ARGV[8], 'PX', marked) end
 for position, key in ipairs(KEYS) do
+  local keep = ttl
+  if marked > 0 and position == 1 then
+    redis.call('LPUSH', key, ARGV[3] .. ARGV[7])
+    keep = math.max(ttl, marked)
+  end
   redis.call('LPUSH', key, ARGV[3])
-  redis.call('LTRIM', key, 0, tonumber(ARGV[4 + position]) - 1)
-  if redis.call('PTTL', key) < ttl then redis.call('PEXPIRE', key, ttl) end
+  redis.call('LTRIM', key, 0, tonumber(ARGV[5]) - 1)
+  if redis.call('PTTL', key) < keep then redis.call('PEXPIRE', key, keep) end
 end
 return 1
 """
@@ -134,7 +151,7 @@ class SessionTable:
                 return []
             reply = await self._guard(
                 lambda: self._find_by_prefix(
-                    keys=[scope + b"a:"], args=[scope + b"h:", DIGEST_BYTES, digests]
+                    keys=[scope + b"a:"], args=[scope + b"h:", DIGEST_BYTES, digests, MARK]
                 )
             )
         pairs = zip(reply[::2], reply[1::2], strict=True)
@@ -147,10 +164,46 @@ class SessionTable:
         gets 1. A handle is good for a single read on decode: it is never put back.
         """
         key = _scope_prefix(identity) + b"h:" + holding.id.encode()
-        return bool(await self._guard(lambda: self._redis.delete(key)))
+        # The mark has nothing to tell any more: the turn that it waited for has come.
+        batch = self._redis.pipeline(transaction=False).delete(key).unlink(key + MARK.encode())
+        return bool((await self._guard(batch.execute))[0])
 
-    async def commit(self, identity: Identity, holding: Holding, *, ttl_seconds: float) -> bool:
-        """Make a holding findable until its blocks expire.
+    async def evict(self, scope: str, id: str, why: Reason | None) -> Holding | None:
+        """Take a holding out because nobody shall use it; None if somebody has claimed it.
+
+        ``scope`` is the identity's in hex. GETDEL is as exclusive as the claim's DEL: of all that
+        evict or claim a holding one gets it. Its mark, if it has one, then says ``why``; with None
+        it goes too.
+        """
+        key = b"kvloop:{" + scope.encode() + b"}:h:" + id.encode()
+        record = await self._guard(lambda: self._redis.getdel(key))
+        holding = decode(id, record) if record else None
+        if why is None:
+            await self._guard(lambda: self._redis.unlink(key + MARK.encode()))
+        elif holding is not None:
+            mark = encode(mark_of(holding, why))
+            await self._guard(
+                lambda: self._redis.set(key + MARK.encode(), mark, xx=True, keepttl=True)
+            )
+        return holding
+
+    async def remaining(self, identity: Identity, holdings: Sequence[Holding]) -> list[float]:
+        """Seconds for which each holding may still be claimed; 0 for one that is gone."""
+        scope = _scope_prefix(identity)
+        batch = self._redis.pipeline(transaction=False)
+        for holding in holdings:
+            batch.pttl(scope + b"h:" + holding.id.encode())
+        return [max(0, left) / 1000 for left in await self._guard(batch.execute)]
+
+    async def commit(
+        self,
+        identity: Identity,
+        holding: Holding,
+        *,
+        ttl_seconds: float,
+        mark_seconds: float = 0.0,
+    ) -> bool:
+        """Make a holding findable until its blocks expire, and its mark for ``mark_seconds``.
 
         False when nothing could ever find it: no conversation was named and the tokens do not fill
         one span. The caller then releases the blocks.
@@ -158,10 +211,10 @@ class SessionTable:
         scope = _scope_prefix(identity)
         if identity.conversation:
             keys = [scope + b"c:" + identity.conversation.hex().encode()]
-            limits = [_KEPT_PER_CONVERSATION]
+            limit = _KEPT_PER_CONVERSATION
         else:
             keys = [scope + b"a:" + digest for digest in anchors(holding.fingerprint)]
-            limits = [_KEPT_PER_ANCHOR] * len(keys)
+            limit = _KEPT_PER_ANCHOR
         if not keys:
             return False
         await self._guard(
@@ -172,7 +225,10 @@ class SessionTable:
                     max(1, int(ttl_seconds * 1000)),
                     holding.id,
                     encode(holding),
-                    *limits,
+                    limit,
+                    int(mark_seconds * 1000),
+                    MARK,
+                    encode(mark_of(holding, Reason.LEASE_EXPIRED)),
                 ],
             )
         )
@@ -209,6 +265,14 @@ class SessionTable:
             await self._guard(lambda: self._redis.hdel(WORKERS_KEY, name))
         else:
             await self._guard(lambda: self._redis.hset(WORKERS_KEY, name, record))
+
+    async def run(self, script: Any, *, keys: list[str], args: list[Any]) -> Any:
+        """Run a script that ``script()`` made, under the same rules as everything here."""
+        return await self._guard(lambda: script(keys=keys, args=args))
+
+    def script(self, text: str) -> Any:
+        """Register a Lua script."""
+        return self._redis.register_script(text)
 
     async def ping(self) -> bool:
         try:

@@ -65,11 +65,15 @@ class DecodeLeg:
         """Answer through ``sink``. ``append``: without a handle, on what decode has itself."""
         transfers = handle is not None or append
         keep = transfers and prompt is not None and self._parts.keeps(worker)
+        lease = 0.0
+        if keep and prompt is not None:
+            lease = self._parts.retention.lease(turn)
+            self._parts.retention.decode_begins(turn, worker, len(prompt.tokens))
         body = wire.decode_body(
             turn.body,
             handle,
             ids_json=prompt.json if prompt else None,
-            keep=keep,
+            lease_seconds=lease,
             ask_ids=worker.plugin is not True,
             append=append,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 from proxy.session.fingerprint import PromptTokens
 from proxy.session.holding import Holding
 from proxy.session.identity import Identity
+from proxy.session.ledger import Place
 from proxy.turn.expectation import Expected
 from proxy.turn.plan import DecodeLocalAppend, DecodeOnly, PrefillWithPull, TurnPlan
 from proxy.turn.reasons import Reason
@@ -23,6 +25,15 @@ class Sink(Protocol):
     async def begin(self, content_type: str, headers: dict[str, str]) -> None: ...
 
     async def write(self, data: bytes, *, last: bool = False) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room that was reserved in a ledger; ``entering`` is the call that does it."""
+
+    place: Place
+    id: str
+    entering: asyncio.Task[None]
 
 
 @dataclass(slots=True)
@@ -49,8 +60,19 @@ class Turn:
     attempts: int = 0
     ttft: float | None = None
     kept: str = ""
+    holding_used: str = ""
+    """Id of the holding that was claimed: the turn that left it is the one before this."""
+    holding_left: str = ""
+    """Id of the holding that this turn left for the next."""
+    kept_tokens: int = 0
+    kept_seconds: float = 0.0
     claimed: Holding | None = None
     """A holding taken out of the table that prefill has neither pulled nor released yet."""
+    taken: Holding | None = None
+    """The same, until its entry in the ledger is removed."""
+    continues: bool = False
+    """Was anything found of an earlier turn of its conversation?"""
+    reservation: Reservation | None = None
     expected: Expected | None = None
     """What each route was expected to cost when the plan was made."""
     decode_work: Work | None = None

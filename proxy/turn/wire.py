@@ -145,7 +145,7 @@ def decode_body(
     prefill_handle: Mapping[str, Any] | None,
     *,
     ids_json: bytes | None,
-    keep: bool,
+    lease_seconds: float,
     ask_ids: bool = True,
     append: bool = False,
 ) -> bytes:
@@ -153,21 +153,20 @@ def decode_body(
 
     ``prefill_handle`` is passed on whole (0.32.0 corrects ``cached_tokens`` from an unknown-looking
     field in it). None: decode does everything, and the field is left out, because on a
-    bidirectional worker an object with neither flag set pins its blocks for ever. ``keep`` False
-    asks a worker with our connector to retain nothing. ``ask_ids``: have the worker put token ids
-    into a non-streamed answer; a worker with our plugin reports them anyway. ``append``: no handle
-    and none needed, and the worker has our connector, which gives such a turn a lease as well.
+    bidirectional worker an object with neither flag set pins its blocks for ever.
+    ``lease_seconds`` tells a worker with our connector how long to retain the blocks; 0 asks it to
+    retain nothing. ``ask_ids``: have the worker put token ids into a non-streamed answer; a worker
+    with our plugin reports them anyway. ``append``: no handle and none needed, and the worker has
+    our connector, which gives such a turn a lease as well.
     """
     leg = client_fields(body)
     if prefill_handle is not None or append:
         transfer: dict[str, Any] = {**(prefill_handle or {}), "kvloop": 1}
         if ids_json is not None:
             transfer["prompt_token_ids"] = orjson.Fragment(ids_json)
-        if keep:
-            if ask_ids and not leg.get("stream"):
-                leg["return_token_ids"] = True
-        else:
-            transfer["kvloop_lease_seconds"] = 0
+        transfer["kvloop_lease_seconds"] = lease_seconds
+        if lease_seconds and ask_ids and not leg.get("stream"):
+            leg["return_token_ids"] = True
         leg["kv_transfer_params"] = transfer
     return orjson.dumps(leg)
 

@@ -33,6 +33,7 @@ _LOAD = re.compile(
     rb"(?:\{[^}]*\})? ([0-9.e+-]+)",
     re.M,
 )
+_PINNED = re.compile(rb"^vllm:kvloop_pinned_blocks(?:\{[^}]*\})? ([0-9.e+]+)", re.M)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
 
@@ -47,14 +48,16 @@ class WorkerFacts:
     prefix_caching: bool | None = None
     cache_dtype: str = ""
     engines: int | None = None
+    pinned_blocks: int | None = None
 
 
 def read_facts(metrics: bytes) -> WorkerFacts:
     """Facts from a vLLM ``/metrics`` page."""
     start = _START_TIME.search(metrics)
     infos = _CACHE_INFO.findall(metrics)
-    # One engine each with data parallelism; the worker's limit is their sum.
+    # One engine each with data parallelism; the worker's numbers are their sums.
     pin_limit = sum(int(float(value)) for value in _PIN_LIMIT.findall(metrics))
+    pinned = [int(float(value)) for value in _PINNED.findall(metrics)]
     labels = dict(_LABEL.findall(infos[0])) if infos else {}
     caching = labels.get(b"enable_prefix_caching")
     return WorkerFacts(
@@ -65,6 +68,7 @@ def read_facts(metrics: bytes) -> WorkerFacts:
         prefix_caching=None if caching is None else caching == b"True",
         cache_dtype=labels.get(b"cache_dtype", b"").decode(),
         engines=len(infos) or None,
+        pinned_blocks=sum(pinned) if pinned else None,
     )
 
 
@@ -206,6 +210,8 @@ class HealthLoop:
         worker.block_size = facts.block_size
         worker.kv_blocks = facts.kv_blocks
         worker.pin_limit_blocks = facts.pin_limit_blocks
+        worker.pinned_blocks = facts.pinned_blocks
+        worker.facts_read += 1
         worker.prefix_caching = facts.prefix_caching
         worker.cache_dtype = facts.cache_dtype
         worker.engines = facts.engines

@@ -41,6 +41,10 @@ class Worker:
     kv_blocks: int | None = None
     pin_limit_blocks: int | None = None
     """Most blocks its connector pins; None without our connector."""
+    pinned_blocks: int | None = None
+    """Blocks that its connector pinned when it was last asked; None without our connector."""
+    facts_read: int = 0
+    """How often it has been asked."""
     prefix_caching: bool | None = None
     cache_dtype: str = ""
     version: str = ""

@@ -58,6 +58,8 @@ class Knobs:
     """As vLLM's stream-interval: one token a chunk by default."""
     chunk_delay: float = 0.0
     prefill_delay: float = 0.0
+    token_delay: float = 0.0
+    """Seconds of prefill for each prompt token that is neither pulled nor cached."""
     plugin: bool = True
     """Emit the kvloop comment event before [DONE]."""
     connector: bool = True
@@ -80,8 +82,6 @@ class Knobs:
     extra_computed: int = 0
     """Added to remote_num_tokens, as asynchronous scheduling may."""
     groups: int = 1
-    pin_limit: int | None = None
-    """Blocks that our connector would pin, on the metrics page; None: a stock worker's page."""
     version: str = ""
     running: int = 0
     waiting: int = 0
@@ -116,10 +116,14 @@ class FakeWorker:
         engine_id: str | None = None,
         lease: float = 480.0,
         prefix_cache: bool = False,
+        blocks: int = 2**16,
     ) -> None:
         self.cluster = cluster
         self.role = role
         self.block_size = block_size
+        self.block_count = blocks
+        self.pins_refused = 0
+        self._refused = False
         self.engine_id = engine_id or f"engine-{role}-{id(self):x}"
         self.lease = lease
         self.knobs = Knobs()
@@ -191,6 +195,20 @@ class FakeWorker:
             key[0] == self.engine_id and pin.expires > now for key, pin in self.cluster.pins.items()
         )
 
+    @property
+    def pin_limit(self) -> int:
+        """Most blocks that the connector pins: half of those that can be used."""
+        return (self.block_count - 1) // 2
+
+    def pinned_blocks(self) -> int:
+        """Blocks that pins take now."""
+        now = time.monotonic()
+        return sum(
+            len(pin.blocks)
+            for key, pin in self.cluster.pins.items()
+            if key[0] == self.engine_id and pin.expires > now
+        )
+
     # Routes that any worker has.
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -202,15 +220,16 @@ class FakeWorker:
             f"process_start_time_seconds {self.started_at:.2f}\n"
             f'vllm:cache_config_info{{block_size="{self.block_size}",'
             f'enable_prefix_caching="{self._cache is not None}",engine="0",'
-            'num_gpu_blocks="1024"} 1.0\n' + self.more_metrics()
+            f'num_gpu_blocks="{self.block_count}"}} 1.0\n'
         )
-        if knobs.running or knobs.waiting or knobs.pin_limit is not None:
+        if self.more_metrics is str:  # a recorded page brings its own
             running = knobs.running + self.open_requests
             page += f'vllm:num_requests_running{{engine="0"}} {running:.1f}\n'
             page += f'vllm:num_requests_waiting{{engine="0"}} {knobs.waiting:.1f}\n'
-        if knobs.pin_limit is not None:
-            page += f'vllm:kvloop_pin_limit_blocks{{engine="0"}} {knobs.pin_limit:.1f}\n'
-        return web.Response(text=page)
+        if knobs.connector and self.role == "decode" and self.more_metrics is str:
+            page += f'vllm:kvloop_pin_limit_blocks{{engine="0"}} {self.pin_limit}\n'
+            page += f'vllm:kvloop_pinned_blocks{{engine="0"}} {self.pinned_blocks()}\n'
+        return web.Response(text=page + self.more_metrics())
 
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": self.knobs.version})
@@ -283,8 +302,10 @@ class FakeWorker:
                     text=_error("Internal server error", "InternalServerError", 500),
                     content_type="application/json",
                 )
-        if self.knobs.prefill_delay:
-            await asyncio.sleep(self.knobs.prefill_delay)
+        delay = self.knobs.prefill_delay
+        delay += self.knobs.token_delay * (len(prompt) - pulled - local)
+        if delay:
+            await asyncio.sleep(delay)
         await self._work(computed=len(prompt) - local - pulled, moved=pulled)
         self._remember(prompt)
         handle = None
@@ -367,12 +388,12 @@ class FakeWorker:
         self.cluster.pulls += 1
         return count
 
-    def _handle(self, tokens: list[int], *, is_prefill: bool) -> dict[str, Any]:
+    def _handle(self, tokens: list[int], *, is_prefill: bool, lease: float = 0) -> dict[str, Any]:
         request_id = f"req-{self.role}-{next(self._numbers)}"
         blocks = [next(self._blocks) for _ in range(ceil(len(tokens) / self.block_size))]
         if not is_prefill:
             self.cluster.pins[(self.engine_id, request_id)] = Pin(
-                tokens, blocks, time.monotonic() + self.lease
+                tokens, blocks, time.monotonic() + lease
             )
         return {
             "do_remote_prefill": is_prefill,
@@ -386,7 +407,7 @@ class FakeWorker:
             "dcp_size": 1,
             "pp_size": 1,
             "remote_num_tokens": len(tokens) + (0 if is_prefill else self.knobs.extra_computed),
-            "remote_blocks_expiry_time": None if is_prefill else time.perf_counter() + self.lease,
+            "remote_blocks_expiry_time": None if is_prefill else time.perf_counter() + lease,
             "transfer_mode": "pull",
         }
 
@@ -399,7 +420,7 @@ class FakeWorker:
             return _bad_request("temperature must be non-negative", "temperature")
         handed_over = bool(params and params.get("do_remote_prefill"))
         if params and not handed_over and not params.get("do_remote_decode"):
-            if self.knobs.pin_limit is None:
+            if not self.knobs.connector:
                 self.cluster.faults.append("both flags false: blocks pinned for ever")
             self.appends += 1
         if self.role == "prefill":
@@ -431,13 +452,25 @@ class FakeWorker:
     def _kept(
         self, params: dict[str, Any] | None, prompt: list[int], output: list[int]
     ) -> dict[str, Any] | None:
+        self._refused = False
         if not params or not self.knobs.pins:
             return None
         if self.knobs.connector and params.get("kvloop_lease_seconds") == 0:
             return None
-        if self.knobs.pin_refused:
+        self._refused = self.knobs.pin_refused or self._over_share(len(prompt) + len(output) - 1)
+        if self._refused:
+            self.pins_refused += 1
             return None
-        return self._handle([*prompt, *output][:-1], is_prefill=False)
+        asked = params.get("kvloop_lease_seconds") if self.knobs.connector else None
+        lease = self.lease if asked is None else min(self.lease, asked)
+        handle = self._handle([*prompt, *output][:-1], is_prefill=False, lease=lease)
+        if asked is not None:
+            handle["kvloop_lease_seconds"] = lease
+        return handle
+
+    def _over_share(self, tokens: int) -> bool:
+        blocks = self.pinned_blocks() + ceil(tokens / self.block_size)
+        return self.knobs.connector and blocks > self.pin_limit
 
     def _described(self, prompt: list[int], output: list[int]) -> dict[str, Any]:
         """What the plugin says of a finished turn."""
@@ -447,7 +480,7 @@ class FakeWorker:
             "prompt_tokens": len(prompt),
             "finish_reason": self.knobs.finish_reason,
         }
-        if self.knobs.pin_refused:
+        if self._refused:
             described["pin_refused"] = "over_share"
         return described
 

@@ -16,7 +16,6 @@ from tests.proxy.test_turns import LONG, assistant, user
 async def retaining(serve: Serve, **settings: Any) -> Serving:
     """A pair whose decode worker runs our connector."""
     serving = await serve(**settings)
-    serving.decode.knobs.pin_limit = 512
     serving.decode._cache = set()
     worker = serving.app.pool.get(serving.decode.name)
     assert worker is not None
@@ -69,6 +68,11 @@ async def test_a_failed_append_is_prefilled_cold_and_gives_its_history_back(serv
 
 async def test_a_worker_without_our_connector_is_never_sent_an_append(serving: Serving) -> None:
     """It would pin the turn's blocks for ever."""
+    serving.decode._cache = set()
+    serving.decode.knobs.connector = False
+    worker = serving.app.pool.get(serving.decode.name)
+    assert worker is not None
+    await serving.app.health.probe(worker, facts=True)
     messages = [user(LONG)]
     await serving.chat(messages)
     messages += [assistant("Fine."), user("Go on.")]

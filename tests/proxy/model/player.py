@@ -7,22 +7,16 @@ from __future__ import annotations
 
 import random
 
-from tests.proxy.model.machine import Reuse
-from tests.proxy.model.world import World
+from tests.proxy.model.machine import Budgeted, Reuse
 
 _LENGTHS = (1, 16, 17, 33, 63, 64, 65, 96, 130, 200)
 _ENDINGS = ("stop",) * 6 + ("length", "stop_string")
 
 
-def play(seed: int, steps: int = 60) -> int:
-    """One history; the tokens pulled in it. Raises when a fault is found."""
-    return played(seed, steps).pulled
-
-
-def played(seed: int, steps: int = 60) -> World:
-    """The world at the end of one history."""
+def play(seed: int, steps: int = 60, kind: type[Reuse] = Reuse) -> Reuse:
+    """One history. Raises when a fault is found."""
     dice = random.Random(seed)
-    machine = Reuse()
+    machine = kind()
     # Every third world has our connector, so that decode may be asked to append.
     machine.begin(
         dice.choice((16, 32, 64)), dice.choice((1, 1, 1, 2)), dice.choice(_LENGTHS), seed % 3 == 0
@@ -30,13 +24,17 @@ def played(seed: int, steps: int = 60) -> World:
     try:
         for _ in range(steps):
             _step(machine, dice)
-        return machine.world
+            if isinstance(machine, Budgeted):
+                machine.the_budget_is_kept_when_nothing_is_under_way()
+        return machine
     finally:
         machine.teardown()
 
 
 def _step(machine: Reuse, dice: random.Random) -> None:
     world = machine.world
+    if isinstance(machine, Budgeted) and dice.random() < 0.1:
+        machine.a_sweep(dice.randrange(2))
     who = dice.randrange(20)
     action = dice.choices(
         ("new", "turn", "arrive", "fail", "leave", "time", "other", "branch", "twin", "restart"),

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.proxy.model.machine import Reuse
-from tests.proxy.model.player import play, played
+from tests.proxy.model.machine import Budgeted, Reuse
+from tests.proxy.model.player import play
 
 QUICK = settings(
     max_examples=60,
@@ -31,9 +31,17 @@ def test_no_interleaving_reads_wrong_kv_or_forgets_a_pin() -> None:
 
 def test_likely_histories_read_no_wrong_kv_and_do_pull() -> None:
     """The same with steps weighted as clients behave; a failing seed is one history."""
-    worlds = [played(seed) for seed in range(100)]
+    worlds = [play(seed).world for seed in range(100)]
     assert sum(world.pulled for world in worlds) > 5_000
     assert sum(world.appends for world in worlds) > 20
+
+
+def test_likely_histories_keep_the_budget_and_the_books() -> None:
+    """With little room: what is given up is never pulled nor released twice, the budget holds when
+    nothing is under way, and the ledger says what is held, whatever died on the way."""
+    worlds = [play(seed, kind=Budgeted).world for seed in range(40)]
+    assert sum(len(world.evicted) for world in worlds) > 30
+    assert sum(world.pulled for world in worlds) > 1_000
 
 
 @pytest.mark.soak
@@ -41,6 +49,7 @@ def test_likely_histories_in_a_long_search() -> None:
     """Many more seeds than every change can wait for."""
     for seed in range(1000, 30_000):
         play(seed)
+        play(seed, kind=Budgeted)
 
 
 @pytest.mark.soak
