@@ -125,11 +125,16 @@ class Settings(BaseSettings):
         "that prefill declines and computes.",
     )
 
+    decode_local_append: bool = Field(
+        True,
+        description="Let decode compute the new part of a turn itself, behind the history that it "
+        "still has, where that is cheaper than prefill and two transfers.",
+    )
     append_tokens: int = Field(
         64,
-        ge=0,
-        description="Longest new part in tokens that decode computes itself, behind the history "
-        "that it still has, while the costs of the routes are not known. 0: decode never does.",
+        ge=1,
+        description="Longest new part in tokens that decode computes itself while the costs of the "
+        "routes are not known.",
     )
     append_stall_seconds: float = Field(
         0.15,

@@ -65,7 +65,7 @@ class Lookup:
         settings = parts.settings
         self._limits = Limits(
             pull_threshold=settings.pull_threshold,
-            append_tokens=settings.append_tokens,
+            append_tokens=settings.append_tokens if settings.decode_local_append else 0,
             append_stall_seconds=settings.append_stall_seconds,
             by_cost=settings.plan_by_cost,
         )

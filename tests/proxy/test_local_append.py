@@ -82,7 +82,7 @@ async def test_a_worker_without_our_connector_is_never_sent_an_append(serving: S
 async def test_nothing_is_appended_without_a_prefix_cache_or_when_switched_off(
     serve: Serve,
 ) -> None:
-    for knob, settings in ((False, {}), (True, {"append_tokens": 0})):
+    for knob, settings in ((False, {}), (True, {"decode_local_append": False})):
         serving = await retaining(serve, **settings)
         worker = serving.app.pool.get(serving.decode.name)
         assert worker is not None

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.real)
 
 
-PULL_ALWAYS = {"KVLOOP_APPEND_TOKENS": "0", "KVLOOP_PLAN_BY_COST": "false"}
+PULL_ALWAYS = {"KVLOOP_DECODE_LOCAL_APPEND": "false", "KVLOOP_PLAN_BY_COST": "false"}
 
 
 @dataclass(frozen=True)

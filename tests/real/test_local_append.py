@@ -26,7 +26,7 @@ async def test_appended_turns_equal_a_cold_run_and_can_be_pulled_later(
 ) -> None:
     """Appends and pulls in turn: tokens as computed from nothing, history reused in full."""
     pinned_before = await workers.metric(pair.decode, "vllm:kvloop_pinned_blocks")
-    settings = proxy_settings(pair, append_tokens=64, health_interval_seconds=0.2)
+    settings = proxy_settings(pair, decode_local_append=True, health_interval_seconds=0.2)
     messages: list[dict[str, str]] = []
     history = 0
     async with (
@@ -73,7 +73,7 @@ async def test_appended_turns_equal_a_cold_run_and_can_be_pulled_later(
 
 async def test_an_append_computes_only_what_is_new(pair: Pair, workers: Workers) -> None:
     """Decode's own count of computed prompt tokens grows by the new part, not by the history."""
-    settings = proxy_settings(pair, append_tokens=64, health_interval_seconds=0.2)
+    settings = proxy_settings(pair, decode_local_append=True, health_interval_seconds=0.2)
     async with (
         running(App(settings)) as (app, port),
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client,

@@ -78,7 +78,7 @@ def proxy_settings(pair: Pair, **more: Any) -> Settings:
             "prefill_urls": (pair.prefill,),
             "decode_urls": (pair.decode,),
             "redis_url": pair.redis_url,
-            "append_tokens": 0,
+            "decode_local_append": False,
             "plan_by_cost": False,
             **more,
         }
