@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status chat env env-fast tools test test-fast lint bench-reuse bench-lookup bench-relay \
+.PHONY: help up down status chat env env-fast tools test test-fast lint bench-reuse bench-routes bench-fleet bench-lookup bench-relay \
 	bench-retention differential soak clean
 
 help: ## Print this list
@@ -54,6 +54,12 @@ lint: env-fast ## Check style and types
 
 bench-reuse: env ## Measure TTFT with and without reuse on a real pair
 	@exec $(BIN)/python -m tests.bench.reuse $(ARGS)
+
+bench-routes: env ## Measure each route of a turn, and what the planner picks, on a real pair
+	@exec $(BIN)/python -m tests.bench.routes $(ARGS)
+
+bench-fleet: env-fast ## Spread, stickiness and workers that come and go: 4P4D of fake workers
+	@exec $(BIN)/python -m tests.bench.fleet $(ARGS)
 
 bench-lookup: env-fast ## Measure session lookups against history length and table size
 	@exec $(BIN)/python -m tests.bench.lookup $(ARGS)

@@ -287,9 +287,9 @@ class SessionTable:
     async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:
         if self._clock() < self._paused_until:
             raise TableUnavailable("Redis failed a moment ago", certain=True)
-        # redis-py 8.1 with a socket timeout may swallow a cancellation (measured: one of three), and
-        # then the turn of a client that left, or a poll that is to stop, goes on for ever. Shielded,
-        # the cancellation is ours and the command just ends.
+        # redis-py 8.1 with a socket timeout may swallow a cancellation (measured: one of three).
+        # Then the turn of a client that left, or a poll that is to stop, goes on for ever.
+        # Shielded, the cancellation is ours and the command just ends.
         asking = asyncio.ensure_future(call())
         try:
             return await asyncio.shield(asking)

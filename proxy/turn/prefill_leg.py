@@ -24,6 +24,7 @@ from proxy.turn.record import Prompt, Turn
 from proxy.turn.releases import ABORT_SETTLES
 from proxy.turn.wire import CHAT_PATH, COMPLETIONS_PATH
 from proxy.workers.costs import Work
+from proxy.workers.pairs import why_no_handover
 from proxy.workers.pool import Role, Worker
 
 
@@ -126,6 +127,12 @@ class PrefillLeg:
         handle = wire.usable_prefill_handle(answer.get("kv_transfer_params"))
         if handle is None:
             turn.fall_to_decode(Reason.PREFILL_KEPT_NOTHING)
+            return None
+        if (mode := handle.get("transfer_mode")) and isinstance(mode, str):
+            worker.transfer_mode = mode
+        if reason := why_no_handover(worker, decode):
+            log.event("pair_mismatch", prefill=worker.name, decode=decode.name, why=reason)
+            turn.fall_to_decode(Reason.PAIR_MISMATCH)
             return None
         total, pulled, local = wire.reported_reuse(handle)
         turn.reused_tokens, turn.pulled_tokens, turn.prefill_cached_tokens = total, pulled, local

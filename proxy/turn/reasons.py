@@ -62,7 +62,7 @@ class Reason(StrEnum):
     PULL_BLOCKED = "pull_blocked"
     """Pulls to this prefill worker failed lately and are paused."""
     PAIR_MISMATCH = "pair_mismatch"
-    """No prefill worker can read this decode worker's blocks; /ready shows why."""
+    """The prefill and the decode worker cannot exchange blocks; /ready shows why."""
     COLD_CHEAPEST = "cold_cheapest"
     """Prefill is expected to have the prompt computed before it could pull; the handle was
     released."""

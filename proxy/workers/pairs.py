@@ -36,10 +36,6 @@ def why_no_pull(prefill: Worker, decode: Worker) -> str | None:
     if prefill.block_size and decode.block_size and prefill.block_size != decode.block_size:
         return f"block sizes differ: prefill {prefill.block_size}, decode {decode.block_size}"
     for worker in (prefill, decode):
-        if worker.transfer_mode == "push":
-            return (
-                f"{worker.role} runs the push connector, which vLLM refuses to make bidirectional"
-            )
         if worker.bidirectional is False:
             return f"{worker.role} was started without bidirectional_kv_xfer"
         if worker.load_failure_policy == "recompute" and worker is prefill:
@@ -48,6 +44,11 @@ def why_no_pull(prefill: Worker, decode: Worker) -> str | None:
 
 
 def _different(prefill: Worker, decode: Worker) -> str | None:
+    for worker in (prefill, decode):
+        if worker.transfer_mode == "push":
+            # vLLM refuses to make it bidirectional, and it pairs the legs of a turn by their
+            # request ids, which it makes differently on each endpoint (docs/routes.md).
+            return f"{worker.role} runs NixlPushConnector, which this proxy does not drive"
     if prefill.models and decode.models and not prefill.models & decode.models:
         return f"no model in common: {_names(prefill.models)} and {_names(decode.models)}"
     for what, one, other in (

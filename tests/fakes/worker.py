@@ -83,6 +83,7 @@ class Knobs:
     """Added to remote_num_tokens, as asynchronous scheduling may."""
     groups: int = 1
     version: str = ""
+    transfer_mode: str = "pull"
     running: int = 0
     waiting: int = 0
     """Requests of other proxies, on the metrics page."""
@@ -408,7 +409,7 @@ class FakeWorker:
             "pp_size": 1,
             "remote_num_tokens": len(tokens) + (0 if is_prefill else self.knobs.extra_computed),
             "remote_blocks_expiry_time": None if is_prefill else time.perf_counter() + lease,
-            "transfer_mode": "pull",
+            "transfer_mode": self.knobs.transfer_mode,
         }
 
     # Decode.

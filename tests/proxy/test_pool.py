@@ -126,7 +126,7 @@ def test_pairs_that_cannot_exchange_say_why() -> None:
         ("models", frozenset({"a"}), frozenset({"b"}), "no model in common"),
         ("cache_dtype", "fp8", "auto", "KV cache types differ"),
         ("bidirectional", True, False, "without bidirectional_kv_xfer"),
-        ("transfer_mode", "push", "push", "push connector"),
+        ("transfer_mode", "push", "push", "NixlPushConnector"),
     ):
         p, d = worker("p", Role.PREFILL), worker("d")
         setattr(p, field, one)
