@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import TYPE_CHECKING
+
 from proxy import log
 from proxy.api import admin, operations
 from proxy.api.chat import ChatRoute
@@ -23,6 +26,9 @@ from proxy.workers.pool import Pool, Role
 from proxy.workers.roster import Roster
 from proxy.workers.sources import Sources
 
+if TYPE_CHECKING:
+    from proxy.tracing import Tracing
+
 
 class App:
     """The proxy as an ASGI application.
@@ -31,12 +37,15 @@ class App:
     ``stop`` are driven by the server's lifespan, or directly by a test.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, know_workers_first: bool = False) -> None:
+        """``know_workers_first``: ``start`` returns when each worker has been asked how it is."""
         self.settings = settings
+        self._know_workers_first = know_workers_first
         self.metrics = Metrics()
         self.models = ModelList()
         self.pool = Pool()
         self._private_store: PrivateStore | None = None
+        self.tracing = _tracing(settings)
 
     async def start(self) -> None:
         settings = self.settings
@@ -61,13 +70,14 @@ class App:
             table=self.table,
             ledger=self.ledger,
             metrics=self.metrics,
+            tracing=self.tracing,
         )
         self.conductor.retention.start()
         self.switch = ReuseSwitch(
             self.table, self.conductor, self.metrics, allowed=settings.reuse_enabled
         )
         self.switch.start()
-        self.gauges = StateGauges(self.metrics, self.pool, self.conductor.admission, self.table)
+        self.gauges = StateGauges(self.metrics, self.pool, self.conductor, self.table)
         self.gauges.start()
         self._stalls = StallWatch(settings.client_write_timeout_seconds)
         self._stalls.start()
@@ -96,6 +106,8 @@ class App:
             keep_leaving=settings.decode_kv_ttl_seconds,
         )
         await self.roster.start()
+        if self._know_workers_first:
+            await self.health.first_round()
         log.event(
             "started",
             prefill=list(settings.prefill_urls),
@@ -119,6 +131,8 @@ class App:
         await self.table.close()
         if self._private_store is not None:
             await self._private_store.stop()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     async def drain(self) -> None:
         """Refuse new turns, say so on ``/ready``, and return when no turn is left."""
@@ -149,3 +163,11 @@ class App:
                 await self.stop()
                 await send({"type": "lifespan.shutdown.complete"})
                 return
+
+
+def _tracing(settings: Settings) -> Tracing | None:
+    if settings.otlp_endpoint is None:
+        return None
+    from proxy import tracing  # OpenTelemetry is optional
+
+    return tracing.Tracing(tracing.exporting(settings))

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
 import orjson
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""Of the request that this task, or the one that started it, serves: added to each line."""
 
 _logger = logging.getLogger("kvloop")
 
@@ -22,6 +26,8 @@ class _JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "event": record.getMessage(),
         }
+        if request := request_id.get():
+            line["request"] = request
         line.update(getattr(record, "fields", {}))
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)

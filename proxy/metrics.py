@@ -233,6 +233,18 @@ class Metrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
+        self.background_tasks = Gauge(
+            "kvloop_background_tasks",
+            "Work that outlives its turn: releases, prefills finished for a client that left.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self.event_loop_tasks = Gauge(
+            "kvloop_event_loop_tasks",
+            "All asyncio tasks of this process. Growing while turns in flight do not: a leak.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
         self.http_errors = Counter(
             "kvloop_http_errors", "Error answers sent to clients.", ("status",), registry=registry
         )

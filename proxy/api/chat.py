@@ -52,10 +52,12 @@ class ChatRoute:
         response = Response(send)
         headers = dict(scope["headers"])
         request_id = _request_id(headers)
+        log.request_id.set(request_id)
         try:
             async with asyncio.timeout(self._read_timeout):
                 data = await read_body(scope, receive, limit=self._limit)
             turn = self._admit(data, headers, request_id)
+            self._conductor.begin(turn, headers)
         except TimeoutError:
             late = ClientError(
                 "The request body did not arrive in time.", status=408, code="request_timeout"

@@ -17,8 +17,10 @@ The holdings live in the slots of their scopes and no script touches both.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from proxy.retention import Entry
 from proxy.session.table import SessionTable
@@ -31,7 +33,9 @@ _MOST_OVERDUE = 1000
 _LINGER_MS = 60_000
 """An idle ledger goes this long after its last deadline."""
 
-# 1 sum, 2 time, 3 overdue and removed entries, 4 a sample when the sum is above the budget.
+# ARGV: budget, most overdue, sample size, expiry after a repair, lingering; then, in their order,
+# "add", id, blocks, milliseconds, record or "remove", id. The reply: sum, time, overdue and removed
+# entries, and a sample when the sum is above the budget.
 # A server short of memory may drop either key by itself (the private one does): then both start
 # anew from what is left, or blocks would be counted that no deadline could ever free.
 _UPDATE = """
@@ -71,16 +75,27 @@ end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', deadlines, '-inf', now, 'LIMIT', 0, ARGV[2])) do
   take(id, 'expired')
 end
-for position = 10, #ARGV do take(ARGV[position], 'removed') end
 
-if ARGV[5] ~= '' then
-  take(ARGV[5], 'removed')
-  local deadline = now + ARGV[7]
-  local record = ARGV[6] .. ' ' .. string.format('%.0f %.0f', deadline, now) .. ' ' .. ARGV[8]
-  redis.call('HSET', entries, ARGV[5], record)
-  redis.call('HINCRBY', entries, '#', ARGV[6])
-  redis.call('ZADD', deadlines, deadline, ARGV[5])
-  local linger = string.format('%.0f', ARGV[7] + ARGV[9])
+local longest = 0
+local position = 6
+while position <= #ARGV do
+  local id = ARGV[position + 1]
+  take(id, 'removed')
+  if ARGV[position] == 'remove' then
+    position = position + 2
+  else
+    local blocks, left, rest = ARGV[position + 2], ARGV[position + 3], ARGV[position + 4]
+    local deadline = now + left
+    local record = blocks .. ' ' .. string.format('%.0f %.0f', deadline, now) .. ' ' .. rest
+    redis.call('HSET', entries, id, record)
+    redis.call('HINCRBY', entries, '#', blocks)
+    redis.call('ZADD', deadlines, deadline, id)
+    longest = math.max(longest, left)
+    position = position + 5
+  end
+end
+if longest > 0 then
+  local linger = string.format('%.0f', longest + ARGV[5])
   for _, key in ipairs(KEYS) do
     if redis.call('PTTL', key) < tonumber(linger) then redis.call('PEXPIRE', key, linger) end
   end
@@ -123,13 +138,28 @@ class Page:
     candidates: list[Entry]
 
 
+@dataclass(slots=True)
+class _Call:
+    """One caller's part of a batch."""
+
+    arguments: list[Any]
+    budget: int | None
+    answer: asyncio.Future[Page]
+
+
 class Ledger:
-    """Reads and writes all ledgers. Raises ``TableUnavailable`` as the session table does."""
+    """Reads and writes all ledgers. Raises ``TableUnavailable`` as the session table does.
+
+    Of each ledger one update is under way at a time, and what comes meanwhile goes along with the
+    next: so a busy proxy makes few calls, and its own arrive in the order in which they were made.
+    """
 
     def __init__(self, table: SessionTable) -> None:
         self._table = table
         self._update = table.script(_UPDATE)
         self._all = table.script(_ALL)
+        self._waiting: dict[Place, list[_Call]] = {}
+        self._senders: dict[Place, asyncio.Task[None]] = {}
 
     async def update(
         self,
@@ -142,22 +172,47 @@ class Ledger:
     ) -> Page:
         """Drop what is overdue and ``remove``, then ``add`` an entry for ``seconds``; what is left.
 
-        An entry with the id of an older one replaces it.
+        An entry with the id of an older one replaces it. What a batch dropped is told to one of
+        its callers only.
         """
-        added: list[object] = ["", 0, 0, b""]
+        arguments: list[Any] = [word for id in remove for word in ("remove", id)]
         if add is not None:
-            added = [add.id, add.blocks, int(seconds * 1000), add.encode()]
+            arguments += ["add", add.id, add.blocks, int(seconds * 1000), add.encode()]
+        call = _Call(arguments, budget, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(place, []).append(call)
+        if place not in self._senders:
+            self._senders[place] = asyncio.create_task(self._send(place), name="ledger")
+        return await call.answer
+
+    async def _send(self, place: Place) -> None:
+        try:
+            while batch := self._waiting.pop(place, None):
+                try:
+                    page = await self._sent(place, batch)
+                except Exception as error:
+                    for call in batch:
+                        if not call.answer.done():
+                            call.answer.set_exception(error)
+                    continue
+                for call in batch:
+                    if not call.answer.done():
+                        call.answer.set_result(page)
+                        page = replace(page, expired=[], removed=[])
+        finally:
+            del self._senders[place]
+
+    async def _sent(self, place: Place, batch: list[_Call]) -> Page:
+        budgets = [call.budget for call in batch if call.budget is not None]
         reply = await self._table.run(
             self._update,
             keys=_keys(place),
             args=[
-                -1 if budget is None else budget,
+                budgets[-1] if budgets else -1,
                 _MOST_OVERDUE,
                 SAMPLE + 1,  # the sum's field may be among them
                 _LONGEST_MS,
-                *added,
                 _LINGER_MS,
-                *remove,
+                *(word for call in batch for word in call.arguments),
             ],
         )
         blocks, now, gone, sample = reply

@@ -33,6 +33,7 @@ _LAST_WORDS_SECONDS = 0.05
 """How long a plain answer may still arrive after its client left: decode may have finished and
 pinned blocks in that very moment, and only the answer says which."""
 _DONE_END = b"data: [DONE]\n\n"
+_ERROR = b'data: {"error"'
 _LAST_EVENTS = (TURN_EVENT_PREFIX, b"data: [DONE]")
 """What follows the answer's last piece."""
 
@@ -78,13 +79,17 @@ class DecodeLeg:
             append=append,
         )
         kept_prompt = prompt.tokens if prompt and keep else None
-        headers = {"X-Request-Id": f"{turn.request_id}-d{turn.attempts}"}
-        if append and turn.claimed and (rank := rank_of(turn.claimed.engine_id)) is not None:
-            headers["X-data-parallel-rank"] = str(rank)  # each rank has its own prefix cache
-        if turn.streamed:
-            await self._decode_stream(turn, worker, body, headers, kept_prompt, sink)
-        else:
-            await self._decode_whole(turn, worker, body, headers, kept_prompt, sink)
+        with turn.trace.span("decode"):
+            headers = {
+                "X-Request-Id": f"{turn.request_id}-d{turn.attempts}",
+                **turn.trace.headers(),
+            }
+            if append and turn.claimed and (rank := rank_of(turn.claimed.engine_id)) is not None:
+                headers["X-data-parallel-rank"] = str(rank)  # each rank has its own prefix cache
+            if turn.streamed:
+                await self._decode_stream(turn, worker, body, headers, kept_prompt, sink)
+            else:
+                await self._decode_whole(turn, worker, body, headers, kept_prompt, sink)
 
     async def _decode_whole(
         self,
@@ -147,8 +152,23 @@ class DecodeLeg:
         settings = self._parts.settings
         splitter = EventSplitter()
         held: list[bytes] = []
-        begun = kept = False
+        begun = kept = over = False
         sent = time.monotonic()
+
+        def relayed(data: bytes) -> bool:
+            """Plain content goes straight to the client; all else takes the way below."""
+            if (
+                not begun
+                or not splitter.whole(data)
+                or TURN_EVENT_PREFIX in data
+                or data.endswith(_DONE_END)
+                or data.startswith(_ERROR)
+                or not sink.offer(data)
+            ):
+                return False
+            turn.next_content()
+            return True
+
         try:
             async with self._parts.client.stream(
                 worker,
@@ -160,7 +180,9 @@ class DecodeLeg:
                 timeout = settings.first_byte_timeout_seconds
                 try:
                     while True:
-                        data = await self._parts.client.read_some(worker, response, timeout=timeout)
+                        data = await self._parts.client.read_some(
+                            worker, response, timeout=timeout, through=relayed
+                        )
                         block = splitter.feed(data) if data else splitter.flush()
                         if block:
                             if begun and not block.startswith(_LAST_EVENTS):
@@ -174,7 +196,7 @@ class DecodeLeg:
                                 turn.legs["decode"] = time.monotonic() - sent
                                 turn.first_content()
                                 await sink.begin(
-                                    response.headers.get("Content-Type", "text/event-stream"),
+                                    response.content_type or "text/event-stream",
                                     turn.headers(),
                                 )
                                 begun = True
@@ -189,15 +211,21 @@ class DecodeLeg:
                                 await self._parts.background.carry_through(
                                     self._keeping.keep(turn, worker, prompt, ending), "keep"
                                 )
-                            if block.startswith(b'data: {"error"'):
+                            if block.startswith(_ERROR):
                                 self._parts.metrics.stream_errors.inc()
                                 turn.kept = "stream_error"
                                 log.event(
                                     "stream_error", request=turn.request_id, worker=worker.name
                                 )
                             if block:
-                                await sink.write(block)
-                        if not data:
+                                # Its end goes along with the last piece, if it has come too.
+                                over = (
+                                    kept
+                                    and not splitter.pending
+                                    and self._parts.client.ended(response)
+                                )
+                                await sink.write(block, last=over)
+                        if not data or over:
                             break
                 except asyncio.CancelledError:
                     if not kept and (rest := self._parts.client.arrived(response)):
@@ -221,7 +249,8 @@ class DecodeLeg:
                 b'data: {"error":{"message":"The model worker stopped answering.",'
                 b'"type":"api_error","param":null,"code":"worker_failed"}}\n\n' + _DONE_END
             )
-        await sink.write(b"", last=True)
+        if not over:
+            await sink.write(b"", last=True)
 
     def _handed_over(self, turn: Turn, worker: Worker) -> None:
         if not turn.handed_over:

@@ -78,7 +78,7 @@ class Lookup:
         if has_media(body.get("messages")):
             return None, Reason.MEDIA
         ids: list[int] | None = None
-        with turn.leg("tokenise"):
+        with turn.leg("tokenise"), turn.trace.span("tokenise"):
             for worker in workers:
                 try:
                     ids = await self._rendered(worker, body)
@@ -144,7 +144,8 @@ class Lookup:
         if not parts.reuse_on:
             miss = Reason.REUSE_DISABLED
         elif prompt is not None:
-            match, miss = await self._find(turn, prompt.tokens, miss)
+            with turn.trace.span("find"):
+                match, miss = await self._find(turn, prompt.tokens, miss)
 
         now = time.monotonic()
         decode = self._decode_for(turn, match.holding.worker if match else "", now)
@@ -154,9 +155,11 @@ class Lookup:
         if not decode.transfers_allowed(now):
             return Decision(DecodeOnly(Reason.TRANSFER_BLOCKED), None, decode, None)
         if match is not None and prompt is not None:
-            match, miss = await self._claim(turn, match, prefill)
+            with turn.trace.span("claim"):
+                match, miss = await self._claim(turn, match, prefill)
         situation = self._situation(prompt, match, prefill, decode, now) if prompt else None
-        plan = self._plan(turn, match, miss, prefill, decode, situation)
+        with turn.trace.span("plan"):
+            plan = self._plan(turn, match, miss, prefill, decode, situation)
         if isinstance(plan, DecodeLocalAppend):
             turn.decode_work = append_work(situation) if situation else None
         elif situation is not None:

@@ -56,7 +56,11 @@ class PrefillLeg:
             ahead = worker.tokens_ahead
             to_compute = turn.prompt_tokens - (pull.tokens if pull is not None else 0)
             try:
-                with busy(worker, max(0, to_compute)), turn.leg("prefill"):
+                with (
+                    busy(worker, max(0, to_compute)),
+                    turn.leg("prefill"),
+                    turn.trace.span("prefill"),
+                ):
                     if warm:
                         answer = await self._warm_call(turn, worker, prompt, pull, release)
                     else:
@@ -216,7 +220,10 @@ class PrefillLeg:
             timeout=settings.warm_prefill_timeout_seconds
             if pull is not None
             else settings.cold_prefill_timeout_seconds,
-            headers={"X-Request-Id": f"{turn.request_id}-p{turn.attempts}"},
+            headers={
+                "X-Request-Id": f"{turn.request_id}-p{turn.attempts}",
+                **turn.trace.headers(),
+            },
             repeatable=not warm,  # a warm prefill may have been read: its handle is spent
         )
         if watched and prompt is not None and (first := wire.first_token(answer)) is not None:

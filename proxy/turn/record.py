@@ -16,6 +16,7 @@ from proxy.session.ledger import Place
 from proxy.turn.expectation import Expected
 from proxy.turn.plan import DecodeLocalAppend, DecodeOnly, PrefillWithPull, TurnPlan
 from proxy.turn.reasons import Reason
+from proxy.turn.trace import TurnTrace
 from proxy.workers.costs import Work
 
 
@@ -25,6 +26,10 @@ class Sink(Protocol):
     async def begin(self, content_type: str, headers: dict[str, str]) -> None: ...
 
     async def write(self, data: bytes, *, last: bool = False) -> None: ...
+
+    def offer(self, data: bytes) -> bool:
+        """Write at once if that needs no waiting; was it written?"""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,7 @@ class Turn:
     handed_over: bool = True
     """False between prefill's answer and decode's first sign of life."""
     legs: dict[str, float] = field(default_factory=dict)
+    trace: TurnTrace = field(default_factory=TurnTrace)
     last_piece: float = 0.0
     """Monotonic time of the newest content that was sent on."""
     gaps: int = 0
@@ -136,6 +142,7 @@ class Turn:
         self.stage = "relay"
         self.last_piece = time.monotonic()
         self.ttft = self.last_piece - self.started
+        self.trace.first_content()
 
     def next_content(self) -> None:
         """One more piece of a stream. On the hot path: a clock reading and two sums."""

@@ -29,6 +29,7 @@ from proxy.session.holding import Holding
 from proxy.session.ledger import Ledger, Page, Place
 from proxy.session.table import SessionTable, new_holding_id
 from proxy.settings import Settings
+from proxy.tasks import end
 from proxy.turn.background import Background
 from proxy.turn.reasons import Reason
 from proxy.turn.record import Reservation, Turn
@@ -90,7 +91,7 @@ class Retention:
         self._metrics = metrics
         self._background = background
         self._releases = releases
-        self._groups = Groups()
+        self.groups = Groups()
         self._locks: dict[str, asyncio.Lock] = {}
         self._stray: dict[Place, _Strays] = {}
         self._sweeper: asyncio.Task[None] | None = None
@@ -100,8 +101,7 @@ class Retention:
 
     async def stop(self) -> None:
         if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
+            await end([self._sweeper])
 
     def budget(self, worker: Worker) -> int | None:
         """Blocks that may be retained on this worker; None while its size is unknown."""
@@ -130,7 +130,7 @@ class Retention:
             gap = max(0.0, time.time() - holding.kept_at)
             self._metrics.turn_gap_seconds.observe(gap)
             if holding.group:
-                self._groups.learn(holding.group).turn_came(gap)
+                self.groups.learn(holding.group).turn_came(gap)
 
     def group(self, turn: Turn) -> str:
         """To whose habits this turn's own next turn will count."""
@@ -139,7 +139,7 @@ class Retention:
     def lease(self, turn: Turn) -> float:
         """Seconds for which decode is asked to keep this turn's blocks, the margin included."""
         settings = self._settings
-        usable = self._groups.of(self.group(turn)).lease(
+        usable = self.groups.of(self.group(turn)).lease(
             shortest=settings.shortest_lease_seconds, longest=settings.longest_usable_seconds
         )
         return usable + settings.expiry_margin_seconds
@@ -193,7 +193,7 @@ class Retention:
 
     def turn_kept(self, turn: Turn) -> None:
         """A turn has ended that may have a next one."""
-        self._groups.learn(self.group(turn)).turn_kept()
+        self.groups.learn(self.group(turn)).turn_kept()
 
     def turn_over(self, turn: Turn) -> None:
         """Whatever this turn still has in a ledger goes."""
@@ -299,7 +299,7 @@ class Retention:
             seen: set[str] = set()
             while current is not None and current.blocks > budget and len(seen) < _MOST_VICTIMS:
                 ranked = by_worth(
-                    current.candidates, self._groups, now=current.now, newcomer=newcomer
+                    current.candidates, self.groups, now=current.now, newcomer=newcomer
                 )
                 victim = next((entry for entry in ranked if entry.id not in seen), None)
                 if victim is None:

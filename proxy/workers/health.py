@@ -18,6 +18,7 @@ import orjson
 
 from proxy import log
 from proxy.errors import WorkerError, WorkerFailed
+from proxy.tasks import end
 from proxy.workers.client import WorkerClient, refused_connection
 from proxy.workers.pool import Role, Worker
 
@@ -115,19 +116,22 @@ class ModelList:
 
     def __init__(self) -> None:
         self._by_worker: dict[str, list[dict[str, Any]]] = {}
+        self._names: set[Any] = set()
 
     def forget(self, worker: str) -> None:
         self._by_worker.pop(worker, None)
+        self._names = {e.get("id") for each in self._by_worker.values() for e in each}
 
     def update(self, worker: str, entries: list[dict[str, Any]]) -> None:
         self._by_worker[worker] = entries
+        self._names = {e.get("id") for each in self._by_worker.values() for e in each}
 
     @property
     def known(self) -> bool:
         return bool(self._by_worker)
 
     def serves(self, model: str) -> bool:
-        return any(e.get("id") == model for entries in self._by_worker.values() for e in entries)
+        return model in self._names
 
     def page(self) -> dict[str, Any]:
         merged = {e.get("id"): e for entries in self._by_worker.values() for e in entries}
@@ -152,9 +156,18 @@ class HealthLoop:
         self._timeout = timeout
         self._failures = failures
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._unasked: set[str] = set()
+        self._all_asked = asyncio.Event()
+
+    async def first_round(self) -> None:
+        """Return when every worker has been asked once; each question has its time limit."""
+        if self._unasked:
+            await self._all_asked.wait()
 
     def watch(self, worker: Worker) -> None:
         """Probe this worker from now on."""
+        self._unasked.add(worker.name)
+        self._all_asked.clear()
         self._tasks[worker.name] = asyncio.create_task(
             self._watch(worker), name=f"health {worker.name}"
         )
@@ -164,17 +177,22 @@ class HealthLoop:
         if task := self._tasks.pop(worker.name, None):
             task.cancel()
         self._models.forget(worker.name)
+        self._unasked.discard(worker.name)
+        if not self._unasked:
+            self._all_asked.set()
 
     async def stop(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await end(self._tasks.values())
 
     async def _watch(self, worker: Worker) -> None:
         probes = 0
         while True:
             await self.probe(worker, facts=probes % _FACTS_EVERY == 0)
             probes += 1
+            if worker.name in self._unasked:
+                self._unasked.discard(worker.name)
+                if not self._unasked:
+                    self._all_asked.set()
             await asyncio.sleep(self._interval)
 
     async def probe(self, worker: Worker, *, facts: bool) -> None:

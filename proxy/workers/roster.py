@@ -20,6 +20,7 @@ import orjson
 from proxy import log
 from proxy.errors import TableUnavailable
 from proxy.session.table import SessionTable
+from proxy.tasks import end
 from proxy.workers.health import HealthLoop
 from proxy.workers.pool import Pool, Role, Worker
 from proxy.workers.sources import Named, Sources
@@ -74,8 +75,7 @@ class Roster:
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end([self._task])
 
     async def _follow(self) -> None:
         while True:

@@ -12,12 +12,13 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 ROLE_IDS = {"system": 300, "user": 301, "assistant": 302, "tool": 303}
 END = 310
@@ -108,6 +109,9 @@ class Cluster:
 class FakeWorker:
     """One fake. ``await start()``, then ``url``; ``requests`` holds what it was sent."""
 
+    middlewares: Sequence[Middleware] = ()
+    """Around every route; a subclass may misbehave in them."""
+
     def __init__(
         self,
         cluster: Cluster,
@@ -131,6 +135,8 @@ class FakeWorker:
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.more_metrics: Callable[[], str] = str
         """Gives lines to add to the page of metrics."""
+        self.headers: list[dict[str, str]] = []
+        """Of each request in ``requests``, with lower-case names."""
         self.started_at = time.time()
         self.open_requests = 0
         self.aborted = 0
@@ -151,7 +157,7 @@ class FakeWorker:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> FakeWorker:
-        app = web.Application(client_max_size=2**30)
+        app = web.Application(client_max_size=2**30, middlewares=self.middlewares)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
@@ -246,6 +252,7 @@ class FakeWorker:
     async def _read(self, request: web.Request) -> dict[str, Any]:
         body: dict[str, Any] = json.loads(await request.read())
         self.requests.append((request.path, body))
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
         if self.knobs.fail_next.get(request.path, 0) > 0:
             self.knobs.fail_next[request.path] -= 1
             raise web.HTTPInternalServerError(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from proxy.errors import TableUnavailable
 from proxy.retention import Entry
 from proxy.session.ledger import Ledger, Page, Place
 from proxy.session.table import SessionTable, new_holding_id
@@ -42,7 +42,7 @@ async def test_blocks_add_up_and_go_with_their_entries(ledger: Ledger) -> None:
     one, two = entry(10), entry(7)
     assert (await add(ledger, one)).blocks == 10
     assert (await add(ledger, two)).blocks == 17
-    assert (await add(ledger, replace(one, blocks=12))).blocks == 19
+    assert (await add(ledger, one._replace(blocks=12))).blocks == 19
     page = await ledger.update(PLACE, remove=[two.id, "unknown", two.id])
     assert page.blocks == 12
     assert [gone.id for gone in page.removed] == [two.id]
@@ -60,7 +60,7 @@ async def test_an_entry_comes_back_as_it_was_written(ledger: Ledger) -> None:
     )
     await add(ledger, written, seconds=60)
     now, (read,) = await ledger.entries(PLACE)
-    assert replace(read, since=0.0, deadline=0.0) == written
+    assert read._replace(since=0.0, deadline=0.0) == written
     assert read.since <= now
     assert read.deadline == pytest.approx(read.since + 60)
 
@@ -114,6 +114,41 @@ async def test_a_key_that_the_server_dropped_counts_no_block_for_ever(
     await asyncio.sleep(0.05)
     page = await add(ledger, entry(2))
     assert page.blocks == (2 if lost == "entries" else 7)
+
+
+async def test_calls_of_one_proxy_share_a_trip_and_keep_their_order(
+    ledger: Ledger, table: SessionTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Removed after they were added, however many at once; what was dropped is told once."""
+    trips = 0
+    run = table.run
+
+    async def counted(*given: Any, **more: Any) -> Any:
+        nonlocal trips
+        trips += 1
+        return await run(*given, **more)
+
+    monkeypatch.setattr(table, "run", counted)
+    entries = [entry(1) for _ in range(50)]
+    calls = [add(ledger, each) for each in entries]
+    calls += [ledger.update(PLACE, remove=[each.id]) for each in entries[:49]]
+    pages = await asyncio.gather(*calls)
+    assert trips == 1
+    assert pages[-1].blocks == 1
+    assert sorted(gone.id for page in pages for gone in page.removed) == sorted(
+        each.id for each in entries[:49]
+    )
+
+
+async def test_a_failed_trip_fails_all_its_calls_and_no_later_one() -> None:
+    table = SessionTable("redis://127.0.0.1:1", timeout_seconds=0.1)
+    ledger = Ledger(table)
+    calls = [ledger.update(PLACE) for _ in range(5)]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(result) for result in results} == {TableUnavailable}
+    with pytest.raises(TableUnavailable):
+        await ledger.update(PLACE)
+    await table.close()
 
 
 async def test_parallel_writers_lose_no_block(ledger: Ledger) -> None:

@@ -128,6 +128,21 @@ async def test_evicted_or_claimed_but_never_both(table: SessionTable) -> None:
     assert sum(bool(result) for result in results) == 1
 
 
+async def test_a_holding_is_given_out_even_if_its_mark_cannot_be_written(
+    table: SessionTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who took it out must release it: nobody else can any more."""
+
+    async def broken(*given: Any, **more: Any) -> None:
+        raise ConnectionError
+
+    identity = who("c")
+    stored = holding(identity, 200)
+    await table.commit(identity, stored, ttl_seconds=60, mark_seconds=60)
+    monkeypatch.setattr(table._redis, "set", broken)
+    assert await table.evict(identity.scope.hex(), stored.id, Reason.EVICTED) == stored
+
+
 async def test_what_its_owner_deletes_leaves_no_mark(table: SessionTable) -> None:
     identity = who("c")
     stored = holding(identity, 200)
@@ -199,3 +214,21 @@ async def test_a_cancelled_operation_ends_its_task(table: SessionTable) -> None:
         task.cancel()
         await asyncio.wait([task], timeout=5)
         assert task.cancelled()
+
+
+@pytest.mark.parametrize("conversation", ["c", None])
+async def test_what_another_server_process_wrote_is_void(
+    table: SessionTable, conversation: str | None
+) -> None:
+    """After a failover or a restart from disk a claim may be undone: such records count no more."""
+    identity = who(conversation)
+    stored = holding(identity, 200)
+    prompt = PromptTokens(identity.namespace, range(300))
+    await table.commit(identity, stored, ttl_seconds=60)
+    key = await anext(table._redis.scan_iter(match=f"kvloop:*:h:{stored.id}"))
+    value = await table._redis.get(key)
+    await table._redis.set(key, b"f" * 40 + value[40:])
+    assert not await table.claim(identity, stored)
+    assert await table.find(identity, prompt) == []
+    await table._redis.set(key, value)
+    assert await table.claim(identity, stored)

@@ -13,9 +13,7 @@ from tests.real.test_pair import proxy_settings
 ROOM = 24
 """Blocks of 32 tokens: about five of the conversations below."""
 PINNED = "vllm:kvloop_pinned_blocks"
-WORDS = (
-    "Please tell me about a small dog named Rex, the river, the stone bridge and the house. " * 5
-)
+WORDS = "Please tell me about a small dog named Rex, the river and the stone bridge. " * 6
 
 
 async def quiet(app: App) -> None:

@@ -22,7 +22,7 @@ import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil
 from types import SimpleNamespace
 from typing import Any
@@ -581,7 +581,7 @@ class ModelLedger:
             del entries[entry.id]
         removed = [entries.pop(id) for id in remove if id in entries]
         if add is not None:
-            entries[add.id] = replace(add, since=world.clock, deadline=world.clock + seconds)
+            entries[add.id] = add._replace(since=world.clock, deadline=world.clock + seconds)
         blocks = sum(entry.blocks for entry in entries.values())
         over = budget is not None and blocks > budget
         candidates = list(entries.values()) if over else []
@@ -665,9 +665,12 @@ class ModelClient:
         (script, handle), _ = await self._decoded(worker, orjson.loads(body))
         yield _Stream(script, handle)
 
-    async def read_some(self, worker: Worker, response: Any, *, timeout: float) -> bytes:
+    async def read_some(self, worker: Worker, response: Any, **more: Any) -> bytes:
         part: bytes = response.parts.pop(0) if response.parts else b""
         return part
+
+    def ended(self, response: Any) -> bool:
+        return not response.parts
 
     def _fail_unless_ok(self, worker: Worker, how: str) -> None:
         if how == "gone":
@@ -680,7 +683,7 @@ class _Stream:
     """A 200 answer in pieces."""
 
     def __init__(self, script: Script, handle: dict[str, Any] | None) -> None:
-        self.headers = {"Content-Type": "text/event-stream"}
+        self.content_type = "text/event-stream"
         content = {"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": None}]}
         self.parts = [b"data: " + orjson.dumps(content) + b"\n\n"]
         if script.plugin:
@@ -693,6 +696,9 @@ class _Sink:
     async def begin(self, content_type: str, headers: dict[str, str]) -> None: ...
 
     async def write(self, data: bytes, *, last: bool = False) -> None: ...
+
+    def offer(self, data: bytes) -> bool:
+        return False
 
 
 class ModelProxy:
