@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
@@ -177,7 +178,8 @@ async def test_the_stream_tells_a_snapshot_and_then_what_is_new(serving: Serving
     assert kind == "event: tick"
     assert [turn["number"] for turn in json.loads(data[6:])["turns"]] == [2]
     serving.app.live.close()
-    assert [event async for event in events] == []
+    async with asyncio.timeout(10):
+        assert [event async for event in events] == []
 
 
 async def test_only_so_many_pages_may_be_open(serve: Serve) -> None:
