@@ -10,6 +10,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from proxy.errors import Overloaded
 from proxy.recent import SLICE_SECONDS, SLICES, RecentTurns
 from tests.proxy.conftest import Serve, Serving
 
@@ -187,6 +188,8 @@ async def test_only_so_many_pages_may_be_open(serve: Serve) -> None:
     streams = [serving.app.live.events() for _ in range(32)]
     for stream in streams:
         await anext(stream)
+    with pytest.raises(Overloaded):
+        serving.app.live.admit()
     async with admin(serving) as client:
         refused = await client.get("/live/stream")
         assert refused.status_code == 503
