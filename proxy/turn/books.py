@@ -10,10 +10,8 @@ from proxy import log
 from proxy.metrics import Metrics
 from proxy.recent import RecentTurns
 from proxy.turn.cold_estimate import ColdEstimate
-from proxy.turn.plan import ColdPrefill, PrefillWithPull
+from proxy.turn.plan import ColdPrefill, DecodeLocalAppend, PrefillWithPull
 from proxy.turn.record import Turn
-
-_PREFILLED = (ColdPrefill.route, PrefillWithPull.route)
 
 
 class Books:
@@ -77,7 +75,7 @@ class Books:
         if turn.prompt_tokens:
             tokens = metrics.prompt_tokens
             of(tokens, "computed").inc(max(0, turn.prompt_tokens - turn.reused_tokens))
-            if turn.route not in _PREFILLED:
+            if turn.route == DecodeLocalAppend.route:
                 of(tokens, "decode_local").inc(turn.reused_tokens)
             elif turn.pulled_tokens is None or turn.prefill_cached_tokens is None:
                 of(tokens, "reused").inc(turn.reused_tokens)
@@ -90,6 +88,8 @@ class Books:
 
 def _came_back(turn: Turn) -> str:
     """Where most of a returning turn's KV came from."""
+    if turn.route == DecodeLocalAppend.route:
+        return "appended"
     if turn.reused_tokens * 2 < turn.prompt_tokens or not turn.prompt_tokens:
         return "missed"
     pulled = turn.reused_tokens if turn.pulled_tokens is None else turn.pulled_tokens
@@ -117,6 +117,8 @@ def _story(turn: Turn, outcome: str, total: float, cold: float | None) -> dict[s
         "decode": turn.decode_worker,
         "attempts": turn.attempts,
         "kept": turn.kept,
+        "expected_ms": turn.expected.shown() if turn.expected else None,
+        "cost_ms": _ms(turn.cost),
         "kept_tokens": turn.kept_tokens,
         "kept_seconds": turn.kept_seconds if turn.holding_left else None,
         "holding_used": turn.holding_used,
