@@ -36,6 +36,10 @@ class _JsonFormatter(logging.Formatter):
 
 def set_up(level: str) -> None:
     """Send kvloop's and uvicorn's lines to standard error as JSON."""
+    # No line says from which source line, thread or process it came: finding that out costs more
+    # than the line. The names are those that Python's logging documents for this.
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter())
     for name in ("kvloop", "uvicorn", "uvicorn.error"):

@@ -44,16 +44,16 @@ def build(runs: Sequence[Run]) -> list[Block]:
 
 
 def labelled(runs: Sequence[Run]) -> list[Run]:
-    """Runs of one title are repetitions and are pooled. A workload that runs of different titles
-    have was measured under different circumstances: its name then says in which run."""
-    titles: dict[str, set[str]] = {}
-    for run in runs:
-        for workload in run.workloads:
-            titles.setdefault(workload, set()).add(run.title)
-    shared = {workload for workload, found in titles.items() if len(found) > 1}
+    """Runs of one title are repetitions and are pooled. Runs of different titles were measured
+    under different circumstances: names of workloads then say in which run."""
+    if len({run.title for run in runs}) < 2:
+        return list(runs)
+    numbers: dict[str, int] = {}
+    for number, run in enumerate(runs, start=1):
+        numbers.setdefault(run.title, number)
     return [
-        _renamed(run, {name: f"{name} (run {number})" for name in run.workloads if name in shared})
-        for number, run in enumerate(runs, start=1)
+        _renamed(run, {name: f"{name} (run {numbers[run.title]})" for name in run.workloads})
+        for run in runs
     ]
 
 

@@ -81,6 +81,7 @@ class Conductor:
         self._prefill = PrefillLeg(self._parts)
         self._decode = DecodeLeg(self._parts)
         self.recent = RecentTurns(settings.recent_turns)
+        self.retention.on_given_up = self.recent.given_up
         self._books = Books(metrics, self.recent)
         self.admission = Admission(
             metrics,

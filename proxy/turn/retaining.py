@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
@@ -95,6 +96,8 @@ class Retention:
         self._locks: dict[str, asyncio.Lock] = {}
         self._stray: dict[Place, _Strays] = {}
         self._sweeper: asyncio.Task[None] | None = None
+        self.on_given_up: Callable[[str], None] = lambda id: None
+        """Told the id of each holding that this proxy gives up."""
 
     def start(self) -> None:
         self._sweeper = asyncio.create_task(self._sweep_on(), name="retention sweep")
@@ -218,6 +221,7 @@ class Retention:
         if holding is None or holding.handle is None:
             return 0
         self._metrics.evictions.labels("session_deleted").inc()
+        self.on_given_up(id)
         self._releases.later(model, holding)
         self.gone(holding)
         return holding.block_count
@@ -317,6 +321,7 @@ class Retention:
         remove = [victim.id]
         if holding is not None:
             self._metrics.evictions.labels("budget").inc()
+            self.on_given_up(victim.id)
             self._releases.later(victim.model, holding)
         elif age < _SETTLED_SECONDS:
             remove = []

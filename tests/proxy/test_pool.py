@@ -197,30 +197,17 @@ def test_facts_are_read_from_a_real_metrics_page() -> None:
     assert (nothing.epoch, nothing.block_size, nothing.kv_blocks) == ("", None, None)
 
 
-def test_a_quiet_pool_is_used_evenly_when_both_roles_are_chosen_each_turn() -> None:
-    """A turn chooses a decode and a prefill worker: neither choice may shift the other's order."""
-    pool = Pool(
-        Worker(url="", role=role, name=f"{role}-{number}", healthy=True)
-        for role in Role
-        for number in range(2)
-    )
-    found = [(pool.choose(Role.DECODE), pool.choose(Role.PREFILL)) for _ in range(4)]
-    for chosen in zip(*found, strict=True):
-        names = [each.name for each in chosen if each]
-        assert {names.count(name) for name in names} == {2}
-
-
 def test_an_open_breaker_lets_one_turn_at_a_time_try_the_worker() -> None:
     """While the trial is on its way, further turns stay away for another pause."""
     broken, other = worker("a"), worker("b")
-    pool = Pool([broken, other])
+    pool = Pool([broken, other], dice=Random(1))
     assert not broken.turn_failed(0.0, limit=2, pause=10.0)
     assert broken.turn_failed(0.0, limit=2, pause=10.0)
     assert [pool.choose(Role.DECODE, now=5.0) for _ in range(4)] == [other] * 4
-    after = [pool.choose(Role.DECODE, now=11.0) for _ in range(6)]
+    after = [pool.choose(Role.DECODE, now=11.0) for _ in range(40)]
     assert after.count(broken) == 1
     broken.answered()
-    assert [pool.choose(Role.DECODE, now=12.0) for _ in range(6)].count(broken) == 3
+    assert [pool.choose(Role.DECODE, now=12.0) for _ in range(40)].count(broken) > 10
 
 
 def test_an_open_breaker_does_not_leave_turns_without_a_worker() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from proxy.errors import Overloaded
 from proxy.recent import SLICE_SECONDS, SLICES, RecentTurns
 from tests.proxy.conftest import Serve, Serving
 
@@ -61,6 +63,30 @@ def test_turns_without_an_id_are_chained_by_what_they_claim() -> None:
     assert sessions[1] == sessions[3]
     assert len(set(sessions)) == 3
     assert [turn["at"] for turn in recent.history(sessions[0])] == [1, 3]
+
+
+def test_an_evicted_holding_is_no_longer_shown_as_kept() -> None:
+    """Until the session's next turn leaves another one."""
+    recent = RecentTurns(10)
+    recent.add(story(session="s", holding_left="h1"), 1)
+    recent.given_up("other")
+    assert recent.sessions(1)[0].page()["worker"] == "d:1"
+    recent.given_up("h1")
+    page = recent.sessions(1)[0].page()
+    assert (page["worker"], page["tokens"], page["until"]) == ("", 0, None)
+    assert page["kept"] == "given up"
+    recent.add(story(session="s", holding_left="h2"), 2)
+    recent.given_up("h1")
+    assert recent.sessions(1)[0].page()["worker"] == "d:1"
+
+
+async def test_what_the_owner_deletes_is_shown_as_gone(serving: Serving) -> None:
+    await serving.chat([{"role": "user", "content": SECRET}], conversation_id="c")
+    async with admin(serving) as client:
+        (kept,) = (await client.get("/admin/sessions")).json()["data"]
+        assert (await client.get("/live")).json()["sessions"][0]["worker"] == serving.decode.name
+        await client.delete(f"/admin/sessions/{kept['id']}")
+        assert (await client.get("/live")).json()["sessions"][0]["worker"] == ""
 
 
 def test_a_made_up_name_hides_the_clients_request_id() -> None:
@@ -153,7 +179,8 @@ async def test_the_stream_tells_a_snapshot_and_then_what_is_new(serving: Serving
     assert kind == "event: tick"
     assert [turn["number"] for turn in json.loads(data[6:])["turns"]] == [2]
     serving.app.live.close()
-    assert [event async for event in events] == []
+    async with asyncio.timeout(10):
+        assert [event async for event in events] == []
 
 
 async def test_only_so_many_pages_may_be_open(serve: Serve) -> None:
@@ -161,6 +188,8 @@ async def test_only_so_many_pages_may_be_open(serve: Serve) -> None:
     streams = [serving.app.live.events() for _ in range(32)]
     for stream in streams:
         await anext(stream)
+    with pytest.raises(Overloaded):
+        serving.app.live.admit()
     async with admin(serving) as client:
         refused = await client.get("/live/stream")
         assert refused.status_code == 503
