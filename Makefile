@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status chat env env-fast tools test test-fast lint bench bench-lookup bench-relay \
+.PHONY: help up down status chat env env-fast tools test test-fast lint bench bench-reuse bench-lookup bench-relay \
 	bench-metrics bench-retention differential soak chaos wedge clean
 
 help: ## Print this list
@@ -67,6 +67,9 @@ bench: env ## Measure all legs on a CPU pair, favourable and not; writes bench-r
 	$(BENCH) --title "where reuse cannot win" --out bench-report/unfavourable --scale 0.15 \
 		--legs published,noise,production --workloads one-shot,late,burst --conversations 6 $(ARGS)
 	$(BIN)/kvloop bench report bench-report/*/run.json --out bench-report --title "kvloop on a CPU pair"
+
+bench-reuse: env ## Measure TTFT of a conversation's fifth turn with reuse and cold (minutes)
+	@exec $(BIN)/python -m tests.bench.reuse $(ARGS)
 
 bench-lookup: env-fast ## Measure session lookups against history length and table size
 	@exec $(BIN)/python -m tests.bench.lookup $(ARGS)

@@ -20,13 +20,13 @@ from tests.chaos.replica import Replica, Store
 from tests.chaos.worker import ChaosCluster, ChaosWorker, right_answer
 from tests.fakes.worker import MODEL
 
-LEASE = 20.0
+LEASE = 30.0
 """Seconds for which decode keeps a handle's blocks. Short, so that its end can be waited for."""
 MARGIN = 3.0
 """Seconds by which records expire before the blocks they speak of."""
-SETTLES = 12.0
+SETTLES = 8.0
 """Seconds in which pins without an owner must be gone: a release that finds no prefill worker waits
-2 for one. Well below the lease, or its end would hide a leak."""
+2 for one. With the round itself well below the lease, or its end would hide a leak."""
 MORE = 20.0
 """Further seconds for all else: idle connections to workers are kept for up to 6, and a look at
 everything takes seconds on a busy machine."""

@@ -71,11 +71,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http1, "_KEEPALIVE_SECONDS", 0.1)
     monkeypatch.setattr(http1, "_REAP_SECONDS", 0.1)
     monkeypatch.setattr(prefill_leg, "ABORT_SETTLES", 0.05)
+    # Far below the lease, which would hide a leak by ending it.
+    monkeypatch.setattr(played_rounds, "SETTLES", 6.0)
 
 
 @asynccontextmanager
 async def rounds(folder: Path, seed: int) -> AsyncIterator[tuple[Rounds, InsideRig, LeakCounter]]:
-    rig = InsideRig(folder, random.Random(seed), lease=4.0, margin=1.0)
+    rig = InsideRig(folder, random.Random(seed), lease=25.0, margin=1.0)
     async with rig.running(2):
         table = TableWatch(f"redis://127.0.0.1:{rig.store.port}")
         table.start()

@@ -139,7 +139,7 @@ async def test_a_holding_is_given_out_even_if_its_mark_cannot_be_written(
     identity = who("c")
     stored = holding(identity, 200)
     await table.commit(identity, stored, ttl_seconds=60, mark_seconds=60)
-    monkeypatch.setattr(table._redis, "set", broken)
+    monkeypatch.setattr(table, "_remark", broken)
     assert await table.evict(identity.scope.hex(), stored.id, Reason.EVICTED) == stored
 
 
