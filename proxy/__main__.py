@@ -14,6 +14,7 @@ import uvicorn
 from proxy import log
 from proxy.app import App
 from proxy.settings import Settings, SettingsError, load
+from proxy.tenants import KeysError
 
 _CUT_SECONDS = 2
 """After the drain: for streams that are cut to close their workers' connections."""
@@ -78,6 +79,8 @@ class Server(uvicorn.Server):
                 proxy_headers=False,  # nothing here looks at the client's address
                 date_header=False,
                 timeout_graceful_shutdown=_CUT_SECONDS,
+                ssl_certfile=settings.tls_cert_file,
+                ssl_keyfile=settings.tls_key_file,
                 h11_max_incomplete_event_size=None,
             )
         )
@@ -126,7 +129,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Serve. ``arguments``: flags, by default those of the command line."""
     settings = load(sys.argv[1:] if arguments is None else arguments)
     log.set_up(settings.log_level)
-    server = Server(App(settings), settings)
+    try:
+        app = App(settings)
+    except KeysError as error:
+        raise SettingsError(f"kvloop: wrong settings\n  {error}") from None
+    server = Server(app, settings)
     server.run()
     if not server.started:
         sys.exit(3)  # as uvicorn.run does

@@ -6,25 +6,38 @@ from urllib.parse import urlsplit
 
 from proxy import log
 from proxy.api import admin, operations
-from proxy.api.chat import ChatRoute
-from proxy.api.http import Receive, Scope, Send
+from proxy.api.callers import Callers
+from proxy.api.forward import ForwardRoutes
+from proxy.api.generate import GeneratingRoute
+from proxy.api.http import Receive, Response, Scope, Send
 from proxy.api.stalls import StallWatch
+from proxy.dialects.chat import CHAT
+from proxy.dialects.completions import COMPLETIONS
+from proxy.dialects.messages import MESSAGES
+from proxy.dialects.responses import RESPONSES
+from proxy.errors import ClientError, anthropic_shape, http_answer, openai_shape
 from proxy.metrics import Metrics
 from proxy.session.private_store import PrivateStore
 from proxy.session.table import SessionTable
 from proxy.settings import Settings
 from proxy.switch import ReuseSwitch
 from proxy.turn.conductor import Conductor
-from proxy.turn.wire import CHAT_PATH
 from proxy.workers.client import WorkerClient
 from proxy.workers.health import HealthLoop, ModelList
 from proxy.workers.pool import Pool, Role, Worker
+
+DIALECTS = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
+"""The generating routes."""
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/redoc", "/openapi.json"})
+"""Answered without an API key: they serve nobody's data. ``/metrics`` exists here only while no keys
+are configured."""
 
 
 class App:
     """The proxy as an ASGI application.
 
-    Generating routes go straight to their handler; everything else to FastAPI. ``start`` and
+    Routes that workers answer go straight to their handlers; everything else to FastAPI. ``start`` and
     ``stop`` are driven by the server's lifespan, or directly by a test.
     """
 
@@ -36,6 +49,7 @@ class App:
             [_worker(url, Role.PREFILL) for url in settings.prefill_urls]
             + [_worker(url, Role.DECODE) for url in settings.decode_urls]
         )
+        self.callers = Callers(settings, self.metrics)
         self._private_store: PrivateStore | None = None
 
     async def start(self) -> None:
@@ -45,7 +59,11 @@ class App:
             self._private_store = PrivateStore()
             url = await self._private_store.start()
         self.table = SessionTable(url, timeout_seconds=settings.table_timeout_seconds)
-        self.client = WorkerClient(connect_timeout_seconds=settings.connect_timeout_seconds)
+        self.client = WorkerClient(
+            connect_timeout_seconds=settings.connect_timeout_seconds,
+            api_key=settings.worker_api_key,
+            ca_file=settings.worker_ca_file,
+        )
         self.health = HealthLoop(
             self.client,
             self.pool.workers,
@@ -67,13 +85,27 @@ class App:
         self.switch.start()
         self._stalls = StallWatch(settings.client_write_timeout_seconds)
         self._stalls.start()
-        self._chat = ChatRoute(
-            self.conductor,
-            self.models,
-            self.metrics,
-            self._stalls,
-            max_body_bytes=settings.max_body_bytes,
-            read_timeout=settings.client_read_timeout_seconds,
+        self._generating = {
+            dialect.path: GeneratingRoute(
+                dialect,
+                settings=settings,
+                conductor=self.conductor,
+                pool=self.pool,
+                models=self.models,
+                metrics=self.metrics,
+                stalls=self._stalls,
+                callers=self.callers,
+            )
+            for dialect in DIALECTS
+        }
+        self._forward = ForwardRoutes(
+            settings=settings,
+            pool=self.pool,
+            client=self.client,
+            metrics=self.metrics,
+            stalls=self._stalls,
+            callers=self.callers,
+            admission=self.conductor.admission,
         )
         self._operations = operations.build(self)
         self.admin = admin.build(self)
@@ -107,8 +139,29 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
-        elif scope["path"] == CHAT_PATH and scope.get("method") == "POST":
-            await self._chat(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await self._http(scope, receive, send)
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
+        if path not in OPEN_PATHS:
+            try:
+                caller = self.callers.resolve(dict(scope["headers"]))
+            except ClientError as error:
+                shape = anthropic_shape if path.startswith(MESSAGES.path) else openai_shape
+                status, body, kind, _ = http_answer(error, shape)
+                self.metrics.http_errors.labels(str(status)).inc()
+                response = Response(send)
+                await response.begin(kind, {"WWW-Authenticate": "Bearer"}, status)
+                await response.write(body, last=True)
+                return
+            scope.setdefault("state", {})["caller"] = caller
+        if method == "POST" and (route := self._generating.get(path)):
+            await route(scope, receive, send)
+        elif self._forward.serves(method, path):
+            await self._forward(scope, receive, send)
         else:
             await self._operations(scope, receive, send)
 

@@ -12,11 +12,20 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from proxy.errors import ClientError
+from proxy.session.identity import NOBODY, Caller
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Whose request it is. The app puts it there before any route sees the request; routes that
+    FastAPI serves find it as ``request.state.caller``."""
+    caller = scope.get("state", {}).get("caller", NOBODY)
+    assert isinstance(caller, Caller)
+    return caller
 
 
 class ClientGone(Exception):

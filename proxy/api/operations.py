@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from proxy import __version__
-from proxy.errors import KvloopError, NoWorker, http_answer, openai_error
+from proxy.errors import ClientError, KvloopError, NoWorker, http_answer, openai_error
 from proxy.workers.pool import Role
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def build(app: App) -> FastAPI:
         description="Stateful prefill/decode proxy. POST /v1/chat/completions is served beside "
         "these routes, as OpenAI's API defines it.",
     )
-    add_probes(client_side, app)
+    add_probes(client_side, app, for_operators=not app.callers.required)
     in_openai_shape(client_side)
 
     @client_side.get("/v1/models")
@@ -36,11 +36,29 @@ def build(app: App) -> FastAPI:
             raise NoWorker("No decode worker has answered yet.")
         return JSONResponse(app.models.page())
 
+    @client_side.get("/v1/models/{model:path}")
+    async def one_model(model: str) -> JSONResponse:
+        """One of them."""
+        if not app.models.known:
+            raise NoWorker("No decode worker has answered yet.")
+        for entry in app.models.page()["data"]:
+            if entry.get("id") == model:
+                return JSONResponse(entry)
+        raise ClientError(
+            f"The model '{model[:200]}' does not exist.",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
     return client_side
 
 
-def add_probes(surface: FastAPI, app: App) -> None:
-    """``/health``, ``/ready`` and ``/metrics``."""
+def add_probes(surface: FastAPI, app: App, *, for_operators: bool = True) -> None:
+    """``/health``, ``/ready`` and, for operators, ``/metrics``.
+
+    Where clients have to show a key, their port names no workers and gives no numbers.
+    """
     pool, metrics = app.pool, app.metrics
 
     @surface.get("/health")
@@ -57,6 +75,11 @@ def add_probes(surface: FastAPI, app: App) -> None:
         """
         admission = app.conductor.admission
         serving = pool.has(Role.DECODE) and not admission.draining
+        status = 200 if serving else 503
+        if not for_operators:
+            return JSONResponse(
+                {"ready": serving, "draining": admission.draining}, status_code=status
+            )
         state: dict[str, Any] = {
             "ready": serving,
             "draining": admission.draining,
@@ -76,7 +99,10 @@ def add_probes(surface: FastAPI, app: App) -> None:
                 for worker in pool.workers
             ],
         }
-        return JSONResponse(state, status_code=200 if serving else 503)
+        return JSONResponse(state, status_code=status)
+
+    if not for_operators:
+        return
 
     @surface.get("/metrics")
     async def show_metrics() -> Response:

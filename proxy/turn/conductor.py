@@ -24,7 +24,6 @@ from proxy.turn.decode_leg import DecodeLeg, Repeatable
 from proxy.turn.lookup import Lookup
 from proxy.turn.parts import Parts, busy
 from proxy.turn.plan import ColdPrefill, DecodeOnly, TurnPlan
-from proxy.turn.planner import may_split
 from proxy.turn.prefill_leg import PrefillLeg
 from proxy.turn.reasons import Reason
 from proxy.turn.record import Prompt, Sink, Turn
@@ -102,13 +101,16 @@ class Conductor:
     async def _perform(self, turn: Turn, sink: Sink) -> None:
         turn.stage = "tokenise"
         now = time.monotonic()
-        decode = self._parts.pool.choose(Role.DECODE, now=now)
+        if turn.bound_to:
+            decode = self._parts.pool.healthy(turn.bound_to)
+        else:
+            decode = self._parts.pool.choose(Role.DECODE, now=now)
         if decode is None:
-            raise NoWorker("No decode worker is healthy.")
+            raise NoWorker("No decode worker that can serve this is healthy.")
         prefill = self._parts.pool.choose(Role.PREFILL, now=now)
         plan: TurnPlan
         prompt: Prompt | None = None
-        if reason := may_split(turn.body):
+        if reason := turn.dialect.alone(turn.body):
             plan = DecodeOnly(reason)
         elif prefill is None:
             plan = DecodeOnly(Reason.NO_PREFILL_WORKER)
@@ -137,7 +139,7 @@ class Conductor:
                 raise
             except Repeatable as failure:
                 self._decode_failed(turn, decode, failure.error, with_handle=handle is not None)
-                if turn.attempts >= 2:
+                if turn.attempts >= 2 or turn.bound_to:
                     raise failure.error from failure
                 if not self._parts.retries.spend():
                     self._parts.metrics.retries_refused.inc()
@@ -197,6 +199,8 @@ class Conductor:
             "turn",
             request=turn.request_id,
             session=turn.identity.label,
+            api=turn.dialect.name,
+            tenant=turn.caller.tenant or None,
             route=turn.route,
             reason=str(turn.reason),
             outcome=outcome,

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from proxy.dialects.base import Dialect
+from proxy.dialects.chat import CHAT
 from proxy.session.fingerprint import PromptTokens
 from proxy.session.holding import Holding
-from proxy.session.identity import Identity
+from proxy.session.identity import NOBODY, Caller, Identity
 from proxy.turn.plan import DecodeOnly, PrefillWithPull, TurnPlan
 from proxy.turn.reasons import Reason
 
@@ -31,6 +33,10 @@ class Turn:
     identity: Identity
     request_id: str
     started: float
+    dialect: Dialect = CHAT
+    caller: Caller = NOBODY
+    bound_to: str = ""
+    """Name of the only decode worker that can serve it; empty when any can."""
 
     route: str = ""
     reason: Reason = Reason.NEW_SESSION

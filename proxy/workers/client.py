@@ -6,12 +6,14 @@ Closing the connection is how a request is aborted on vLLM: every path out of he
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import ssl
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import aiohttp
 import orjson
+from pydantic import SecretStr
 
 from proxy.errors import WorkerFailed, WorkerRefused, WorkerUnreachable
 from proxy.workers.pool import Worker
@@ -27,14 +29,23 @@ _RETRYABLE = (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeE
 class WorkerClient:
     """Shared connections to all workers."""
 
-    def __init__(self, *, connect_timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        *,
+        connect_timeout_seconds: float,
+        api_key: SecretStr | None = None,
+        ca_file: str | None = None,
+    ) -> None:
         self._connect_timeout = connect_timeout_seconds
+        key = {"Authorization": f"Bearer {api_key.get_secret_value()}"} if api_key else {}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
                 limit=0,  # the default of 100 would cap concurrent streams
                 keepalive_timeout=_KEEPALIVE_SECONDS,
                 ttl_dns_cache=10,
+                ssl=ssl.create_default_context(cafile=ca_file) if ca_file else True,
             ),
+            headers=key,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_seconds),
             skip_auto_headers=("User-Agent", "Accept-Encoding"),
             trust_env=False,  # worker traffic never goes through a proxy from the environment
@@ -181,6 +192,30 @@ class WorkerClient:
             raise WorkerRefused(worker.name, response.status, answer, kind)
         if response.status != 200:
             raise WorkerFailed(worker.name, response.status)
+
+    @asynccontextmanager
+    async def forward(
+        self,
+        worker: Worker,
+        method: str,
+        path: str,
+        body: bytes | None,
+        *,
+        headers: dict[str, str],
+        first_byte_timeout: float,
+    ) -> AsyncIterator[tuple[int, str, Callable[[float], AsyncIterator[bytes]]]]:
+        """Any request, any answer below 500: its status, its content type and its body, piece by
+        piece, with the longest silence between two pieces as argument."""
+        async with self._open(worker, method, path, body, headers, first_byte_timeout) as response:
+            if response.status >= 500:
+                raise WorkerFailed(worker.name, response.status)
+
+            async def pieces(timeout: float) -> AsyncIterator[bytes]:
+                while data := await self.read_some(worker, response, timeout=timeout):
+                    yield data
+
+            kind = response.headers.get("Content-Type", "application/json")
+            yield response.status, kind, pieces
 
 
 def refused_connection(error: BaseException) -> bool:

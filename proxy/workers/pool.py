@@ -160,6 +160,11 @@ class Pool:
             best.chosen(now)
         return best
 
+    def healthy(self, name: str) -> Worker | None:
+        """The worker of this name, if it is healthy."""
+        worker = self._by_name.get(name)
+        return worker if worker is not None and worker.healthy else None
+
     def holder(self, name: str, engine_id: str) -> HolderState:
         """The state of the worker that a holding names, seen from the planner.
 
