@@ -30,15 +30,15 @@ DIALECTS = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 """The generating routes."""
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/redoc", "/openapi.json"})
-"""Answered without an API key: they serve nobody's data. ``/metrics`` exists here only while no keys
-are configured."""
+"""Answered without an API key: they serve nobody's data. ``/metrics`` exists here only while there
+are no keys."""
 
 
 class App:
     """The proxy as an ASGI application.
 
-    Routes that workers answer go straight to their handlers; everything else to FastAPI. ``start`` and
-    ``stop`` are driven by the server's lifespan, or directly by a test.
+    Routes that workers answer go straight to their handlers; everything else to FastAPI. ``start``
+    and ``stop`` are driven by the server's lifespan, or directly by a test.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -134,7 +134,7 @@ class Pool:
     def __init__(self, workers: Iterable[Worker]) -> None:
         self.workers = list(workers)
         self._by_name = {worker.name: worker for worker in self.workers}
-        self._turn = 0
+        self._turns = dict.fromkeys(Role, 0)
 
     def choose(
         self, role: Role, *, avoid: Iterable[str] = (), now: float | None = None
@@ -152,8 +152,10 @@ class Pool:
             candidates = [each for each in candidates if each.in_favour(now)] or candidates
         if not candidates:
             return None
-        self._turn += 1
-        offset = self._turn % len(candidates)
+        # One count for each role: a turn chooses both, and a shared count would always land on
+        # the same of two.
+        self._turns[role] += 1
+        offset = self._turns[role] % len(candidates)
         rotated = candidates[offset:] + candidates[:offset]
         best = min(rotated, key=lambda each: each.outstanding)
         if now is not None:
