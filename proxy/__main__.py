@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from proxy import log
+from proxy.api.protocol import limited_http
 from proxy.app import App
 from proxy.settings import Settings, SettingsError, load
 from proxy.tenants import KeysError
@@ -71,7 +72,7 @@ class Server(uvicorn.Server):
                 host=settings.host,
                 port=settings.port,
                 loop="uvloop",
-                http="httptools",
+                http=limited_http(settings),
                 lifespan="on",
                 log_config=None,
                 access_log=False,  # the turn log says more, once a turn

@@ -146,24 +146,35 @@ class App:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
-        if path not in OPEN_PATHS:
-            try:
+        try:
+            size = sum(len(name) + len(value) for name, value in scope["headers"])
+            if size + len(scope["raw_path"]) > self.settings.max_header_bytes:
+                raise ClientError(
+                    f"The request's headers are larger than {self.settings.max_header_bytes} "
+                    "bytes.",
+                    status=431,
+                    code="headers_too_large",
+                )
+            if path not in OPEN_PATHS:
                 caller = self.callers.resolve(dict(scope["headers"]))
-            except ClientError as error:
-                shape = anthropic_shape if path.startswith(MESSAGES.path) else openai_shape
-                status, body, kind, _ = http_answer(error, shape)
-                self.metrics.http_errors.labels(str(status)).inc()
-                response = Response(send)
-                await response.begin(kind, {"WWW-Authenticate": "Bearer"}, status)
-                await response.write(body, last=True)
-                return
-            scope.setdefault("state", {})["caller"] = caller
+                scope.setdefault("state", {})["caller"] = caller
+        except ClientError as error:
+            await self._refuse(error, path, Response(send))
+            return
         if method == "POST" and (route := self._generating.get(path)):
             await route(scope, receive, send)
         elif self._forward.serves(method, path):
             await self._forward(scope, receive, send)
         else:
             await self._operations(scope, receive, send)
+
+    async def _refuse(self, error: ClientError, path: str, response: Response) -> None:
+        shape = anthropic_shape if path.startswith(MESSAGES.path) else openai_shape
+        status, body, kind, _ = http_answer(error, shape)
+        self.metrics.http_errors.labels(str(status)).inc()
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        await response.begin(kind, headers, status)
+        await response.write(body, last=True)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:

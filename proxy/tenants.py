@@ -1,8 +1,8 @@
 """[pure] Tenants and their API keys, as a file or the environment gives them.
 
 A key is stored as its SHA-256, ``sha256:<64 hex digits>``. That is enough for keys that a machine
-made (``kvloop keys new``: 256 random bits, nothing to guess); a password chosen by a person would
-need a slow hash and is refused by having no form here.
+made (``kvloop keys TENANT``: 256 random bits, nothing to guess). Passwords that a person chose
+would need a slow hash: do not use them here.
 
 The file is TOML::
 
@@ -109,7 +109,7 @@ def _add(found: dict[str, Tenant], key: object, tenant: Tenant) -> None:
     if not isinstance(key, str) or not _HASH.fullmatch(key):
         raise KeysError(
             f"a key of tenant {tenant.name!r} is not of the form sha256:<64 hex digits>; "
-            "make one with: kvloop keys new"
+            "make one with: kvloop keys TENANT"
         )
     if key in found and found[key].name != tenant.name:
         raise KeysError(f"tenants {found[key].name!r} and {tenant.name!r} share a key")
