@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status chat env env-fast test test-fast lint bench-reuse bench-lookup bench-relay \
+.PHONY: help up down status chat env env-fast tools test test-fast lint bench-reuse bench-lookup bench-relay \
 	bench-retention differential soak clean
 
 help: ## Print this list
@@ -38,11 +38,14 @@ env: ## Create the environment: proxy, tests, vLLM for CPU, NIXL, chat model
 env-fast: ## Create the environment without vLLM: enough for test-fast and lint
 	@bash $(INSTALL) fast "$(PYTHON)" "$(VENV)"
 
-test: env ## Run the whole suite, real vLLM workers included (minutes)
+tools: env-fast ## Fetch Prometheus and a headless Chromium for the system tests (Debian, Ubuntu)
+	@bash requirements/tools.sh "$(VENV)"
+
+test: env tools ## Run the whole suite, real vLLM workers included (minutes)
 	@exec $(BIN)/python -m pytest -m "not soak" $(ARGS)
 
 test-fast: env-fast ## Run what needs no vLLM (under a minute)
-	@exec $(BIN)/python -m pytest -m "not real" $(ARGS)
+	@exec $(BIN)/python -m pytest -m "not real and not system and not soak" -n auto --maxprocesses 4 $(ARGS)
 
 lint: env-fast ## Check style and types
 	@$(BIN)/ruff check .

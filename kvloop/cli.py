@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 import kvloop
+from kvloop.advise.commands import advise
+from kvloop.bench.commands import app as bench
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +26,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(bench)
+app.command()(advise)
 
 _PIPE_WIDTH = 160
 """Columns, where there is no terminal to ask."""

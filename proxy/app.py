@@ -16,6 +16,7 @@ from proxy.dialects.completions import COMPLETIONS
 from proxy.dialects.messages import MESSAGES
 from proxy.dialects.responses import RESPONSES
 from proxy.errors import ClientError, anthropic_shape, http_answer, openai_shape
+from proxy.gauges import StateGauges
 from proxy.metrics import Metrics
 from proxy.session.private_store import PrivateStore
 from proxy.session.table import SessionTable
@@ -83,6 +84,8 @@ class App:
             self.table, self.conductor, self.metrics, allowed=settings.reuse_enabled
         )
         self.switch.start()
+        self.gauges = StateGauges(self.metrics, self.pool, self.conductor.admission, self.table)
+        self.gauges.start()
         self._stalls = StallWatch(settings.client_write_timeout_seconds)
         self._stalls.start()
         self._generating = {
@@ -123,6 +126,7 @@ class App:
     async def stop(self) -> None:
         await self.switch.stop()
         await self._stalls.stop()
+        await self.gauges.stop()
         await self.health.stop()
         await self.conductor.close()
         await self.client.close()

@@ -1,14 +1,43 @@
 """Every metric: name, help, labels, unit. Code elsewhere feeds values and knows no names.
 
+``docs/metrics.md`` says of each what question it answers; a test compares the two.
+
 Label sets are bounded: routes, reasons and results are closed lists, workers come from settings.
+Series of rare events exist from the start: ``increase()`` cannot see the step from nothing to 1.
+
+Several processes: with ``PROMETHEUS_MULTIPROC_DIR`` set prometheus-client keeps the values in
+files and ``page`` adds all processes up. So there are no custom collectors here, and each gauge
+says how it is added up (``multiprocess_mode``).
 """
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+import os
+from itertools import product
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    multiprocess,
+)
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _FAST_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
+_GAP_SECONDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5, 30)
+
+TOKEN_SOURCES = ("computed", "prefill_cache", "pulled", "reused")
+RETURN_RESULTS = ("pulled", "prefill_cache", "missed")
+CANARY_RESULTS = ("equal", "different", "failed")
+RELEASE_RESULTS = ("sent", "with_prefill", "failed", "no_prefill_worker")
+RETRY_LEGS = ("prefill", "warm_prefill", "decode")
+RETRY_CAUSES = ("WorkerFailed", "WorkerUnreachable")
+TABLE_OPERATIONS = ("find", "claim", "commit")
+REFUSED_CAUSES = ("draining", "queue_full", "queue_timeout")
+STRANDED_CAUSES = ("client_left", "decode_failed")
+PAUSES = ("breaker", "pulls", "transfers")
 
 
 class Metrics:
@@ -23,11 +52,28 @@ class Metrics:
             ("route", "reason", "outcome"),
             registry=registry,
         )
+        self.returning_turns = Counter(
+            "kvloop_returning_turns",
+            "Answered turns whose messages hold an earlier answer, by where most of their prompt's "
+            "KV came from.",
+            ("result",),
+            registry=registry,
+        )
         self.prompt_tokens = Counter(
             "kvloop_prompt_tokens",
             "Prompt tokens by where their KV came from: computed by prefill, found in prefill's "
             "own cache, pulled from decode, or reused (prefill did not say which of the two).",
             ("source",),
+            registry=registry,
+        )
+        self.pulls_declined = Counter(
+            "kvloop_pulls_declined",
+            "Pulls that were planned and that prefill did not make, though it answered.",
+            registry=registry,
+        )
+        self.mismatched_tokens = Counter(
+            "kvloop_mismatched_tokens",
+            "Tokens of claimed handles that the prompt did not repeat: KV that was kept in vain.",
             registry=registry,
         )
         self.ttft = Histogram(
@@ -37,11 +83,48 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.turn_seconds = Histogram(
+            "kvloop_turn_seconds",
+            "From the request's last byte to the end of the answer, of turns that ended well.",
+            ("route",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.itl_seconds = Histogram(
+            "kvloop_itl_seconds",
+            "Mean time between the pieces of a streamed answer, one observation a turn.",
+            ("route",),
+            buckets=_GAP_SECONDS,
+            registry=registry,
+        )
+        self.longest_gap_seconds = Histogram(
+            "kvloop_longest_gap_seconds",
+            "Longest time between two pieces of a streamed answer, one observation a turn.",
+            ("route",),
+            buckets=_GAP_SECONDS,
+            registry=registry,
+        )
         self.leg_seconds = Histogram(
             "kvloop_leg_seconds",
             "Duration of one call to a worker: tokenise, prefill, decode (to its first content).",
             ("leg", "route"),
             buckets=_SECONDS,
+            registry=registry,
+        )
+        self.cold_estimate_seconds = Counter(
+            "kvloop_reuse_cold_estimate_seconds",
+            "Prefill time that turns with reuse would have taken cold, estimated from recent cold "
+            "prefills of like size.",
+            registry=registry,
+        )
+        self.reuse_spent_seconds = Counter(
+            "kvloop_reuse_spent_seconds",
+            "Prefill time that the same turns did take.",
+            registry=registry,
+        )
+        self.reuse_unestimated = Counter(
+            "kvloop_reuse_unestimated_turns",
+            "Turns with reuse in neither of the two sums: no cold prefill was seen yet.",
             registry=registry,
         )
         self.commits = Counter(
@@ -95,9 +178,17 @@ class Metrics:
             registry=registry,
         )
         self.in_flight = Gauge(
-            "kvloop_turns_in_flight", "Turns under way in this process.", registry=registry
+            "kvloop_turns_in_flight",
+            "Turns under way.",
+            registry=registry,
+            multiprocess_mode="livesum",
         )
-        self.queued = Gauge("kvloop_turns_queued", "Turns waiting for a place.", registry=registry)
+        self.queued = Gauge(
+            "kvloop_turns_queued",
+            "Turns waiting for a place.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
         self.http_errors = Counter(
             "kvloop_http_errors", "Error answers sent to clients.", ("status",), registry=registry
         )
@@ -132,10 +223,29 @@ class Metrics:
             ("operation",),
             registry=registry,
         )
+        self.table_up = Gauge(
+            "kvloop_table_up",
+            "1 while Redis answers.",
+            registry=registry,
+            multiprocess_mode="livemin",
+        )
+        self.table_keys = Gauge(
+            "kvloop_table_keys",
+            "Keys in the Redis database that holds the session table.",
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+        self.table_memory = Gauge(
+            "kvloop_table_memory_bytes",
+            "Memory that this Redis server uses.",
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
         self.reuse_enabled = Gauge(
             "kvloop_reuse_enabled",
             "1 while turns may reuse KV; 0 when switched off (kvloop reuse off, or the setting).",
             registry=registry,
+            multiprocess_mode="livemin",
         )
         self.canary_checks = Counter(
             "kvloop_canary_checks",
@@ -149,10 +259,46 @@ class Metrics:
             "1 while the worker is given turns.",
             ("worker", "role"),
             registry=registry,
+            multiprocess_mode="livemin",
         )
         self.worker_outstanding = Gauge(
             "kvloop_worker_outstanding_turns",
             "Turns sent to the worker and not finished, by this proxy.",
             ("worker", "role"),
             registry=registry,
+            multiprocess_mode="livesum",
         )
+        self.worker_paused = Gauge(
+            "kvloop_worker_paused",
+            "1 while something of the worker is left alone after failures: all turns (breaker), "
+            "pulls by this prefill worker, or transfers to this decode worker.",
+            ("worker", "role", "what"),
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
+        self._start_series()
+
+    def _start_series(self) -> None:
+        for counter, values in (
+            (self.returning_turns, RETURN_RESULTS),
+            (self.prompt_tokens, TOKEN_SOURCES),
+            (self.canary_checks, CANARY_RESULTS),
+            (self.releases, RELEASE_RESULTS),
+            (self.table_failures, TABLE_OPERATIONS),
+            (self.refused_turns, REFUSED_CAUSES),
+            (self.stranded_prefills, STRANDED_CAUSES),
+        ):
+            for value in values:
+                counter.labels(value)
+        for leg, cause in product(RETRY_LEGS, RETRY_CAUSES):
+            self.cold_retries.labels(leg, cause)
+        for operation in TABLE_OPERATIONS:
+            self.table_seconds.labels(operation)
+
+    def page(self) -> bytes:
+        """All metrics in Prometheus' text format; those of all processes if there are several."""
+        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+            return generate_latest(self.registry)
+        together = CollectorRegistry()
+        multiprocess.MultiProcessCollector(together)  # type: ignore[no-untyped-call]
+        return generate_latest(together)

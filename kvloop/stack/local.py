@@ -45,7 +45,7 @@ class Options:
 def plan_local_stack(options: Options, folder: StateFolder) -> StackPlan:
     """The plan. Raises ``CannotStart``."""
     _require_free_port(options.host, options.port)
-    model, model_folder, make_model = _model(options)
+    model, model_folder, make_model = model_part(options)
     environment: dict[str, str] = {}
     store: list[Part] = []
     if not os.environ.get("KVLOOP_REDIS_URL"):
@@ -56,7 +56,9 @@ def plan_local_stack(options: Options, folder: StateFolder) -> StackPlan:
     ports = free_ports(4)
     after_model = tuple(part.name for part in make_model)
     workers = [
-        _worker(role, model, model_folder, options.profile, ports.pop(), ports.pop(), after_model)
+        worker_part(
+            role, model, model_folder, options.profile, ports.pop(), ports.pop(), after_model
+        )
         for role in ("prefill", "decode")
     ]
     prefill, decode = (worker.target.removesuffix("/health") for worker in workers)
@@ -81,7 +83,7 @@ def plan_local_stack(options: Options, folder: StateFolder) -> StackPlan:
     return StackPlan(parts=(*make_model, *store, *workers, proxy), url=url, model=model)
 
 
-def _model(options: Options) -> tuple[str, Path, list[Part]]:
+def model_part(options: Options) -> tuple[str, Path, list[Part]]:
     """Name to serve, folder, and the step that makes the folder (it is quick if it is there)."""
     if kind := BUILT_MODELS.get(options.model):
         folder = options.models.absolute() / options.model
@@ -125,7 +127,7 @@ def _socket_path(folder: StateFolder) -> Path:
     )
 
 
-def _worker(
+def worker_part(
     role: str,
     model: str,
     model_folder: Path,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from proxy import __version__
@@ -107,14 +107,8 @@ def add_probes(surface: FastAPI, app: App, *, for_operators: bool = True) -> Non
     @surface.get("/metrics")
     async def show_metrics() -> Response:
         """Prometheus text format."""
-        admission = app.conductor.admission
-        metrics.in_flight.set(admission.in_flight)
-        metrics.queued.set(admission.queued)
-        for worker in pool.workers:
-            labels = (worker.name, str(worker.role))
-            metrics.worker_healthy.labels(*labels).set(int(worker.healthy))
-            metrics.worker_outstanding.labels(*labels).set(worker.outstanding)
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        app.gauges.refresh()
+        return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
 
 def in_openai_shape(surface: FastAPI) -> None:

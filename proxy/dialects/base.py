@@ -32,6 +32,9 @@ class Dialect:
     only_decode: ClassVar[tuple[str, ...]] = wire.ONLY_DECODE
     """Fields that prefill must not see when it takes the client's body."""
 
+    last_events: ClassVar[tuple[bytes, ...]] = (TURN_EVENT_PREFIX, b"data: [DONE]")
+    """Starts of the events that follow the answer's last piece."""
+
     # The request.
 
     def check(self, body: dict[str, Any]) -> None:

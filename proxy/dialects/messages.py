@@ -52,6 +52,13 @@ class Messages(Dialect):
     render_path: ClassVar[str] = "/v1/messages/render"
     only_decode: ClassVar[tuple[str, ...]] = (*wire.ONLY_DECODE, "stop_sequences")
 
+    last_events: ClassVar[tuple[bytes, ...]] = (
+        TURN_EVENT_PREFIX,
+        b"event: content_block_stop\n",
+        b"event: message_delta\n",
+        _STOP_EVENT,
+    )
+
     def check(self, body: dict[str, Any]) -> None:
         checks.check_model(body)
         checks.require(body, "max_tokens")

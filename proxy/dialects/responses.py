@@ -63,6 +63,13 @@ class Responses(Dialect):
     length_fields: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
     only_decode: ClassVar[tuple[str, ...]] = (*wire.ONLY_DECODE, "include", "store", "request_id")
 
+    last_events: ClassVar[tuple[bytes, ...]] = (
+        b"event: response.output_text.done\n",
+        b"event: response.content_part.done\n",
+        b"event: response.output_item.done\n",
+        _LAST_EVENT,
+    )
+
     def check(self, body: dict[str, Any]) -> None:
         checks.check_model(body)
         checks.require(body, "input")

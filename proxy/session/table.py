@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -84,6 +85,14 @@ for position, key in ipairs(KEYS) do
 end
 return 1
 """
+
+
+@dataclass(frozen=True, slots=True)
+class TableSize:
+    """Keys in the database, and bytes that the whole server uses."""
+
+    keys: int
+    memory_bytes: int
 
 
 class SessionTable:
@@ -169,6 +178,15 @@ class SessionTable:
     async def reuse_is_off(self) -> bool:
         """Has somebody switched reuse off for all proxies? (``kvloop reuse off``)"""
         return bool(await self._guard(lambda: self._redis.get(REUSE_KEY)) == b"off")
+
+    async def size(self) -> TableSize:
+        """How much there is. A server that will not say how much memory it uses shows 0."""
+        keys = int(await self._guard(self._redis.dbsize))
+        try:
+            memory = (await self._redis.info("memory")).get("used_memory", 0)
+        except (RedisError, OSError):
+            memory = 0  # hosted servers may forbid INFO; that is no reason to pause the table
+        return TableSize(keys, int(memory))
 
     async def set_reuse(self, on: bool) -> None:
         """Write the fleet-wide switch."""

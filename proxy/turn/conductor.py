@@ -20,6 +20,7 @@ from proxy.session.table import SessionTable
 from proxy.settings import Settings
 from proxy.turn.admission import Admission, RetryBudget
 from proxy.turn.background import Background
+from proxy.turn.books import Books
 from proxy.turn.decode_leg import DecodeLeg, Repeatable
 from proxy.turn.lookup import Lookup
 from proxy.turn.parts import Parts, busy
@@ -63,6 +64,7 @@ class Conductor:
         self._lookup = Lookup(self._parts)
         self._prefill = PrefillLeg(self._parts)
         self._decode = DecodeLeg(self._parts)
+        self._books = Books(metrics)
         self.admission = Admission(
             metrics,
             max_in_flight=settings.max_in_flight,
@@ -181,44 +183,4 @@ class Conductor:
 
     def finished(self, turn: Turn, outcome: str) -> None:
         """Count and log a turn, once, however it ended."""
-        metrics = self._parts.metrics
-        metrics.turns.labels(turn.route or "none", str(turn.reason), outcome).inc()
-        if turn.ttft is not None:
-            metrics.ttft.labels(turn.route).observe(turn.ttft)
-        for leg, seconds in turn.legs.items():
-            metrics.leg_seconds.labels(leg, turn.route or "none").observe(seconds)
-        if turn.prompt_tokens and turn.ttft is not None:
-            tokens = metrics.prompt_tokens
-            tokens.labels("computed").inc(max(0, turn.prompt_tokens - turn.reused_tokens))
-            if turn.pulled_tokens is None or turn.prefill_cached_tokens is None:
-                tokens.labels("reused").inc(turn.reused_tokens)
-            else:
-                tokens.labels("pulled").inc(turn.pulled_tokens)
-                tokens.labels("prefill_cache").inc(turn.prefill_cached_tokens)
-        log.event(
-            "turn",
-            request=turn.request_id,
-            session=turn.identity.label,
-            api=turn.dialect.name,
-            tenant=turn.caller.tenant or None,
-            route=turn.route,
-            reason=str(turn.reason),
-            outcome=outcome,
-            streamed=turn.streamed,
-            prompt_tokens=turn.prompt_tokens,
-            reused_tokens=turn.reused_tokens,
-            pulled_tokens=turn.pulled_tokens,
-            planned_pull=turn.planned_pull,
-            prefill_cached_tokens=turn.prefill_cached_tokens,
-            prefill=turn.prefill_worker,
-            decode=turn.decode_worker,
-            attempts=turn.attempts,
-            kept=turn.kept,
-            ttft_ms=_ms(turn.ttft),
-            total_ms=_ms(time.monotonic() - turn.started),
-            legs_ms={leg: _ms(seconds) for leg, seconds in turn.legs.items()},
-        )
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1000, 1)
+        self._books.close(turn, outcome)

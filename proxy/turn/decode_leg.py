@@ -140,6 +140,8 @@ class DecodeLeg:
                         data = await self._parts.client.read_some(worker, response, timeout=timeout)
                         block = splitter.feed(data) if data else splitter.flush()
                         if block:
+                            if begun and not block.startswith(dialect.last_events):
+                                turn.next_content()
                             if not begun:
                                 self._handed_over(turn, worker)
                                 held.append(block)

@@ -104,6 +104,8 @@ class Lookup:
         holding = match.holding if match else None
         if holding is not None and holding.handle is not None:
             turn.claimed = holding
+            assert match is not None
+            turn.mismatched_tokens = holding.fingerprint.token_count - match.common
         plan = plan_turn(
             match=match,
             holder=self._parts.pool.holder(

@@ -46,6 +46,8 @@ class Turn:
     pulled_tokens: int | None = None
     prefill_cached_tokens: int | None = None
     planned_pull: int = 0
+    mismatched_tokens: int = 0
+    """Of the claimed holding: tokens that this prompt does not repeat."""
     prefill_worker: str = ""
     decode_worker: str = ""
     attempts: int = 0
@@ -56,6 +58,11 @@ class Turn:
     handed_over: bool = True
     """False between prefill's answer and decode's first sign of life."""
     legs: dict[str, float] = field(default_factory=dict)
+    last_piece: float = 0.0
+    """Monotonic time of the newest content that was sent on."""
+    gaps: int = 0
+    gap_seconds: float = 0.0
+    longest_gap: float = 0.0
 
     @property
     def model(self) -> str:
@@ -64,6 +71,14 @@ class Turn:
     @property
     def streamed(self) -> bool:
         return bool(self.body.get("stream"))
+
+    @property
+    def returning(self) -> bool:
+        """Does the prompt hold an earlier answer, so that there was something to keep?"""
+        messages = self.body.get("messages")
+        return isinstance(messages, list) and any(
+            isinstance(each, dict) and each.get("role") == "assistant" for each in messages
+        )
 
     def headers(self) -> dict[str, str]:
         """What is known about the turn, for the client."""
@@ -95,7 +110,18 @@ class Turn:
     def first_content(self) -> None:
         """The answer begins: from now on nothing can be repeated."""
         self.stage = "relay"
-        self.ttft = time.monotonic() - self.started
+        self.last_piece = time.monotonic()
+        self.ttft = self.last_piece - self.started
+
+    def next_content(self) -> None:
+        """One more piece of a stream. On the hot path: a clock reading and two sums."""
+        now = time.monotonic()
+        gap = now - self.last_piece
+        self.last_piece = now
+        self.gaps += 1
+        self.gap_seconds += gap
+        if gap > self.longest_gap:
+            self.longest_gap = gap
 
     @contextmanager
     def leg(self, name: str) -> Iterator[None]:

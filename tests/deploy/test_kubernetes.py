@@ -14,7 +14,7 @@ yaml = pytest.importorskip("yaml")
 KUBERNETES = Path(__file__).parent.parent.parent / "deploy" / "kubernetes"
 BASE = KUBERNETES / "base"
 OVERLAYS = ("overlays/p5en-efa", "overlays/cpu-small")
-CUSTOM = {"ServiceMonitor"}
+CUSTOM = {"ServiceMonitor", "PrometheusRule"}
 
 
 def documents(path: Path) -> list[dict[str, Any]]:

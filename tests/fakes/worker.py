@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -55,6 +56,8 @@ class Knobs:
 
     answer: str = "Fine."
     finish_reason: str = "stop"
+    letters_per_chunk: int = 1
+    """As vLLM's stream-interval: one token a chunk by default."""
     chunk_delay: float = 0.0
     prefill_delay: float = 0.0
     plugin: bool = True
@@ -114,6 +117,8 @@ class FakeWorker:
         self.lease = lease
         self.knobs = Knobs()
         self.requests: list[tuple[str, dict[str, Any]]] = []
+        self.more_metrics: Callable[[], str] = str
+        """Gives lines to add to the page of metrics."""
         self.started_at = time.time()
         self.stored_responses: dict[str, dict[str, Any]] = {}
         self.headers: list[dict[str, str]] = []
@@ -195,8 +200,9 @@ class FakeWorker:
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(
             text=f"process_start_time_seconds {self.started_at:.2f}\n"
-            f'vllm:cache_config_info{{block_size="{self.block_size}",engine="0",'
-            'num_gpu_blocks="1024"} 1.0\n'
+            f'vllm:cache_config_info{{block_size="{self.block_size}",'
+            f'enable_prefix_caching="{self._cache is not None}",engine="0",'
+            'num_gpu_blocks="1024"} 1.0\n' + self.more_metrics()
         )
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -578,7 +584,7 @@ class FakeWorker:
         await response.prepare(request)
         ids = body.get("return_token_ids")
         output = self.output()
-        remaining = list(output)
+        remaining = output
 
         async def send(choices: list[dict[str, Any]], **more: Any) -> None:
             chunk = {
@@ -604,15 +610,19 @@ class FakeWorker:
         finish = self.knobs.finish_reason
         # A stop token is not shown; at the length limit the last chunk carries the last text.
         letters = self.knobs.answer if finish == "stop" else self.knobs.answer[:-1]
-        for number, letter in enumerate(letters):
+        step, sent = self.knobs.letters_per_chunk, 0
+        pieces = [letters[start : start + step] for start in range(0, len(letters), step)]
+        for number, piece in enumerate(pieces):
             if self.knobs.die_after_chunks == number:
                 assert request.transport is not None
                 request.transport.abort()
                 return response
             if self.knobs.chunk_delay:
                 await asyncio.sleep(self.knobs.chunk_delay)
-            taken = [remaining.pop(0) for _ in letter.encode()]
-            await send([choice({"content": letter}, token_ids=taken if ids else None)])
+            taken = remaining[sent : sent + len(piece.encode())]
+            sent += len(taken)
+            await send([choice({"content": piece}, token_ids=taken if ids else None)])
+        remaining = remaining[sent:]
         rest = {"content": self.knobs.answer[len(letters) :]}
         last = choice(rest, finish, stop_reason=None, token_ids=remaining if ids else None)
         # The fingerprint comes with the last chunk of all.

@@ -28,7 +28,7 @@ class Page(BaseHTTPRequestHandler):
 @pytest.fixture
 def url() -> Iterator[str]:
     server = HTTPServer(("127.0.0.1", 0), Page)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()

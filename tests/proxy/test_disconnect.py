@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import orjson
 import pytest
@@ -120,9 +121,15 @@ async def test_leaving_during_a_warm_prefill_still_frees_decode(serving: Serving
 async def test_a_client_that_stops_reading_is_cut_off(serve: Serve) -> None:
     """A stalled client does not hold a decode slot: its stream is aborted after the timeout."""
     serving = await serve(client_write_timeout_seconds=0.2)
-    serving.decode.knobs.answer = "x" * 200_000
+    serving.decode.knobs.answer = "x" * 8_000_000
+    serving.decode.knobs.letters_per_chunk = 100_000
     body = orjson.dumps({"model": MODEL, "messages": [user(LONG)], "stream": True})
-    _reader, writer = await asyncio.open_connection("127.0.0.1", serving.port, limit=1024)
+    small = socket.socket()
+    # A small window fills in no time, where the kernel's own choice takes megabytes.
+    small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    small.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(small, ("127.0.0.1", serving.port))
+    _reader, writer = await asyncio.open_connection(sock=small, limit=1024)
     writer.write(
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
         + body

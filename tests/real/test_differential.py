@@ -241,3 +241,52 @@ async def test_two_hundred_conversations_equal_cold_runs(tiny_workers: Workers) 
     """The same over at least two hundred conversations of all kinds."""
     report = await run(tiny_workers, 216, offset=5000)
     assert report.turns == 216 * TURNS
+
+
+async def prompt_length(workers: Workers, body: dict[str, Any]) -> int:
+    fields = {"model": body["model"], "messages": body["messages"]}
+    return int((await workers.post(workers.pair.prefill + "/tokenize", fields))["count"])
+
+
+async def fill(workers: Workers, body: dict[str, Any], goal: int) -> None:
+    """Lengthen the last message until the prompt has ``goal`` tokens."""
+    last = body["messages"][-1]
+    while (missing := goal - await prompt_length(workers, body)) > 0:
+        last["content"] += " a" * max(1, missing // 2)
+    assert missing == 0, "one letter more is one token more, so every length can be met"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_turns_up_to_the_context_limit_equal_cold_runs(
+    tiny_workers: Workers, stream: bool
+) -> None:
+    """The last turn that fits is pulled and cut where a cold one is; the next is a 400."""
+    workers = tiny_workers
+    page = await (await workers.session.get(workers.pair.prefill + "/v1/models")).json()
+    limit = page["data"][0]["max_model_len"]
+    body: dict[str, Any] = {
+        "model": workers.pair.model,
+        "messages": [{"role": "user", "content": f"limit {stream} {random.random()}"}],
+        "temperature": 0,
+        "stream": stream,
+        "return_token_ids": True,
+        "conversation_id": f"limit-{stream}",
+    }
+    await fill(workers, body, limit - 80)
+    text, _, headers = await warm(workers, {**body, "max_tokens": 8})
+    assert headers["X-KVLoop-Reason"] == "new_session"
+    body["messages"] += [{"role": "assistant", "content": text}, {"role": "user", "content": "b"}]
+    await fill(workers, body, limit - 1)
+
+    expected = await workers.cold(body)
+    _, ids, headers = await warm(workers, body)
+    assert (len(expected), ids) == (1, expected)
+    assert int(headers["X-KVLoop-Pulled-Tokens"]) > limit - 160
+
+    await fill(workers, body, limit)
+    answers = []
+    for url in (workers.pair.decode, workers.pair.proxy):
+        async with workers.session.post(url + "/v1/chat/completions", json=body) as reply:
+            answers.append((reply.status, (await reply.json())["error"]["message"]))
+    assert answers[0][0] == 400
+    assert answers[0] == answers[1]

@@ -1,0 +1,161 @@
+"""[pure] The cost model held against measured turns: speeds fitted, error stated.
+
+Speeds are fitted on half of the conversations and tried on the other half, both ways round, so the
+error is one of prediction and not of fitting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import linear_regression
+
+from kvloop.advise.model import Costs, KvModel
+from kvloop.advise.traffic import Traffic, Turn, ordered
+from kvloop.bench.records import Run, TurnRecord
+from kvloop.bench.stats import median
+
+
+class CannotFit(ValueError):
+    """The run holds too little to fit speeds to; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Prediction beside measurement. Errors are shares of the measured value."""
+
+    what: str
+    count: int
+    median_error: float
+    """Median of the absolute errors."""
+    bias: float
+    """Median of the signed errors: above 0 the model predicts too much."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    costs: Costs
+    checks: tuple[Check, ...]
+
+
+def fit(run: Run, model: KvModel) -> Fit:
+    """Raises ``CannotFit``. Needs turns whose legs are known: of proxies that the run started."""
+    turns = [r for r in run.turns if _usable(r)]
+    costs = _fit(turns, model)
+    checks = []
+    halves = _halves(turns)
+    pairs: list[tuple[TurnRecord, float]] = []
+    for train, test in (halves, halves[::-1]):
+        try:
+            speeds = _fit(train, model)
+        except CannotFit:
+            continue
+        pairs += [(record, predicted(record, model, speeds)) for record in test]
+    for what, chosen in (
+        ("prefill leg without a pull", [p for p in pairs if not p[0].pulled_tokens]),
+        ("prefill leg with a pull", [p for p in pairs if p[0].pulled_tokens]),
+    ):
+        if chosen:
+            checks.append(_check(what, [(p, r.legs["prefill"]) for r, p in chosen]))
+    return Fit(costs, tuple(checks))
+
+
+def predicted(record: TurnRecord, model: KvModel, costs: Costs) -> float:
+    """Seconds of this turn's prefill leg, from its lengths alone."""
+    pulled, known = record.pulled_tokens or 0, _known(record)
+    new = (record.prompt_tokens or 0) - known
+    return costs.compute(model, new, known) + costs.pull(model, pulled)
+
+
+def _usable(record: TurnRecord) -> bool:
+    return bool(
+        record.ok and not record.loaded and record.prompt_tokens and record.legs.get("prefill")
+    )
+
+
+def _known(record: TurnRecord) -> int:
+    return (record.pulled_tokens or 0) + (record.prefill_cached_tokens or 0)
+
+
+def _fit(turns: Sequence[TurnRecord], model: KvModel) -> Costs:
+    cold = [r for r in turns if not r.pulled_tokens]
+    work = [model.flops((r.prompt_tokens or 0) - _known(r), _known(r)) for r in cold]
+    if len(set(work)) < 2:
+        raise CannotFit("speeds need turns of at least two lengths without a pull")
+    slope, intercept = linear_regression(work, [r.legs["prefill"] for r in cold])
+    if slope <= 0:
+        raise CannotFit("longer prefills took no longer: the run is too noisy to fit speeds to")
+    overhead = max(0.0, intercept)
+    base = Costs(1 / slope, float("inf"), overhead, 0.0)
+    warm = [r for r in turns if r.pulled_tokens]
+    if not warm:
+        return Costs(1 / slope, float("inf"), overhead)
+    sizes = [model.bytes_of(r.pulled_tokens or 0) for r in warm]
+    extra = [r.legs["prefill"] - predicted(r, model, base) for r in warm]
+    transfers = [(s, r.pull.seconds) for s, r in zip(sizes, warm, strict=True) if r.pull]
+    transfers = [(size, seconds) for size, seconds in transfers if seconds > 0]
+    if transfers:
+        speed = sum(size for size, _ in transfers) / sum(seconds for _, seconds in transfers)
+    else:
+        speed = float("inf")
+    # What a pull costs beyond the bytes: the median, as single stalls would spoil a mean.
+    rest = median([e - size / speed for e, size in zip(extra, sizes, strict=True)])
+    return Costs(1 / slope, speed, overhead, max(0.0, rest))
+
+
+def _halves(turns: Sequence[TurnRecord]) -> tuple[list[TurnRecord], list[TurnRecord]]:
+    names = sorted({(r.workload, r.conversation.split(".")[0]) for r in turns})
+    even = set(names[::2])
+    first = [r for r in turns if (r.workload, r.conversation.split(".")[0]) in even]
+    second = [r for r in turns if (r.workload, r.conversation.split(".")[0]) not in even]
+    return first, second
+
+
+def _check(what: str, pairs: Iterable[tuple[float, float]]) -> Check:
+    errors = [(predicted - measured) / measured for predicted, measured in pairs if measured > 0]
+    return Check(what, len(errors), median([abs(e) for e in errors]), median(errors))
+
+
+def traffic_of(run: Run, arm: str) -> Traffic:
+    """An arm's turns as traffic, as a log of them would look: lengths and times, no contents."""
+    turns = [
+        Turn(
+            f"{r.workload}/{r.repeat}/{r.conversation}",
+            r.started,
+            r.started + r.total,
+            r.prompt_tokens or 0,
+            r.output_tokens or 0,
+        )
+        for r in run.turns
+        if r.arm == arm and r.ok and r.prompt_tokens
+    ]
+    assumed = ("a prompt that grew repeats all of the last one with its answer",)
+    return ordered(turns, f"arm {arm} of a benchmark run", assumed=assumed)
+
+
+def check_pulls(run: Run, arm: str, model: KvModel, *, block: int, threshold: int) -> Check | None:
+    """Tokens that a replay pulls within the run's lease beside those that were pulled.
+
+    Per workload. None where the run's lease is not known or nothing was pulled.
+    """
+    from kvloop.advise.replay import play
+
+    lease = run.lease_seconds
+    if lease is None:
+        return None
+    nothing = Costs(float("inf"), float("inf"), 0.0, 0.0)
+    pairs = []
+    for workload in dict.fromkeys(r.workload for r in run.turns):
+        mine = [r for r in run.turns if r.arm == arm and r.workload == workload]
+        measured = sum(r.pulled_tokens or 0 for r in mine)
+        part = traffic_of(_only(run, mine), arm)
+        if measured and part.turns:
+            outcome = play(part, model, nothing, lease=lease, block=block, threshold=threshold)
+            pairs.append((outcome.pulled, float(measured)))
+    return _check(f"tokens pulled by {arm}, per workload", pairs) if pairs else None
+
+
+def _only(run: Run, turns: Sequence[TurnRecord]) -> Run:
+    from dataclasses import replace
+
+    return replace(run, turns=tuple(turns))

@@ -1,0 +1,80 @@
+"""Fitted speeds and stated errors."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from kvloop.advise import fit
+from kvloop.advise.model import Costs, KvModel
+from kvloop.bench.records import Transfer, TurnRecord
+from tests.kvloop_bench.test_summary import run_of
+
+MODEL = KvModel("test", kv_bytes=1e5, parameters=1e9, attention=1e6)
+TRUE = Costs(flops_per_second=1e12, bytes_per_second=1e9, overhead=0.03, pull_overhead=0.05)
+
+
+def turns(noise: float) -> list[TurnRecord]:
+    """Three turns of each conversation as ``TRUE`` takes them, give or take ``noise``."""
+    dice = random.Random(1)
+    found = []
+    for number in range(12):
+        for turn in (1, 2, 3):
+            prompt = 400 * turn + 50 * number
+            for arm, pulled in (("cold", 0), ("published", prompt - 100 if turn > 1 else 0)):
+                record = TurnRecord(
+                    "agent",
+                    f"agent-{number}",
+                    turn,
+                    arm,
+                    100.0 * turn,
+                    2.0,
+                    ttft=1.0,
+                    prompt_tokens=prompt,
+                    output_tokens=100,
+                    pulled_tokens=pulled,
+                    pull=Transfer(pulled * 1e5, pulled * 1e5 / TRUE.bytes_per_second),
+                )
+                seconds = fit.predicted(record, MODEL, TRUE) * (1 + dice.uniform(-noise, noise))
+                found.append(replace(record, legs={"prefill": seconds}))
+    return found
+
+
+def test_exact_measurements_give_the_true_speeds_and_no_error() -> None:
+    found = fit.fit(run_of(*turns(noise=0)), MODEL)
+    assert found.costs.flops_per_second == pytest.approx(TRUE.flops_per_second, rel=1e-6)
+    assert found.costs.bytes_per_second == pytest.approx(TRUE.bytes_per_second, rel=1e-6)
+    assert found.costs.overhead == pytest.approx(TRUE.overhead, rel=1e-6)
+    assert found.costs.pull_overhead == pytest.approx(TRUE.pull_overhead, rel=1e-6)
+    assert [check.median_error for check in found.checks] == pytest.approx([0, 0], abs=1e-6)
+
+
+def test_the_stated_error_is_of_the_size_of_the_noise() -> None:
+    found = fit.fit(run_of(*turns(noise=0.2)), MODEL)
+    for check in found.checks:
+        assert 0.04 < check.median_error < 0.25
+
+
+def test_a_run_of_one_length_cannot_be_fitted() -> None:
+    same = [replace(t, prompt_tokens=400, pulled_tokens=0) for t in turns(noise=0)]
+    with pytest.raises(fit.CannotFit, match="two lengths"):
+        fit.fit(run_of(*same), MODEL)
+
+
+def test_pulls_are_predicted_from_lengths_and_times_alone() -> None:
+    """Turn 2 and 3 repeat what the last turn left: prompt + 100 - 1 tokens."""
+    made = [
+        replace(t, pulled_tokens=(t.prompt_tokens - 400 + 99) if t.turn > 1 else 0)
+        for t in turns(noise=0)
+        if t.arm == "published"
+    ]
+    run = run_of(*made, lease_seconds=480.0)
+    check = fit.check_pulls(run, "published", MODEL, block=16, threshold=64)
+    assert check is not None
+    assert check.median_error == pytest.approx(0, abs=1e-9)
+    early = replace(run, lease_seconds=10.0)
+    missed = fit.check_pulls(early, "published", MODEL, block=16, threshold=64)
+    assert missed is not None
+    assert missed.bias == -1
