@@ -30,6 +30,7 @@ from proxy.api.http import (
 )
 from proxy.api.stalls import ClientStalled, StallWatch
 from proxy.api.validate import parse_object
+from proxy.dialects.base import unserved
 from proxy.dialects.responses import worker_of
 from proxy.errors import (
     ClientError,
@@ -213,6 +214,9 @@ class ForwardRoutes:
         ) as (status, content_type, pieces):
             first = True
             async for piece in pieces(settings.chunk_timeout_seconds):
+                if first and status == 404 and b'"error"' not in piece:
+                    parts = unserved(404)
+                    raise ClientError(parts.message, status=404, type=parts.type, code=parts.code)
                 if first:
                     await response.begin(content_type, {"X-Request-Id": request_id}, status)
                     first = False

@@ -146,7 +146,19 @@ class Dialect:
 
     def refusal(self, status: int, body: bytes) -> bytes:
         """A worker's own refusal, in the route's own shape."""
-        return body
+        if b'"error"' in body:
+            return body
+        # The web framework's own words, which follow no API: no such route, most likely.
+        return self.error_shape(unserved(status))
+
+
+def unserved(status: int) -> ErrorParts:
+    """What a worker's answer means that is no API's error."""
+    if status == 404:
+        return ErrorParts(
+            404, "The model's workers do not serve this route.", "not_found", "route_not_served"
+        )
+    return ErrorParts(status, "The model's worker refused the request.", "invalid_request_error")
 
 
 def is_done(data: bytes) -> bool:

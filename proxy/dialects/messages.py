@@ -119,12 +119,10 @@ class Messages(Dialect):
     def refusal(self, status: int, body: bytes) -> bytes:
         """vLLM's render route and its request validation answer in OpenAI's shape here too."""
         answer = parsed(body)
-        if answer is None or answer.get("type") == "error":
-            return body
-        error = answer.get("error")
+        error = answer.get("error") if answer is not None else None
         message = error.get("message") if isinstance(error, dict) else None
         if not isinstance(message, str):
-            return body
+            return super().refusal(status, body)
         return anthropic_shape(ErrorParts(status, message, ""))
 
 

@@ -25,6 +25,12 @@ async def test_refusals_of_the_worker_pass_unchanged(serving: Serving) -> None:
     assert (answer.status, answer.json["error"]["param"]) == (400, "input")
 
 
+async def test_what_the_workers_do_not_serve_is_said_in_shape(serving: Serving) -> None:
+    """A text model's worker has no /rerank: its framework's 404 follows no API."""
+    answer = await serving.post({"model": MODEL, "query": "x"}, path="/rerank")
+    assert (answer.status, answer.json["error"]["code"]) == (404, "route_not_served")
+
+
 async def test_failures_of_the_worker_become_our_error(serving: Serving) -> None:
     """The body of a 500 may hold anything: it stays here."""
     serving.decode.knobs.fail_next = {"/v1/embeddings": 1, "/v1/messages/count_tokens": 1}

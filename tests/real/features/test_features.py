@@ -1,0 +1,178 @@
+"""Each feature, streamed and not, on the real pair: the answer is that of one plain vLLM worker.
+
+The first turn of every case goes through kvloop alone; the second goes through kvloop, where its
+history comes from decode, and to a worker that computes everything itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from tests.real.features import report
+from tests.real.features.answers import assembled, cached_tokens, comparable, differences
+from tests.real.features.cases import CASES, REUSED, Case
+from tests.real.features.stack import MODEL, FeatureStack, running
+
+TOLERANCE = 2e-3
+"""Of log-probabilities: the order of a sum differs with the length of what is computed."""
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, valkey_url: str) -> Iterator[FeatureStack]:
+    with running(tmp_path_factory.mktemp("features"), valkey_url) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[list[report.Cell]]:
+    cells: list[report.Cell] = []
+    yield cells
+    if path := os.environ.get("FEATURES_REPORT"):
+        Path(path).write_text(report.page(cells))
+
+
+@pytest_asyncio.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    timeout = aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(timeout=timeout) as made:
+        yield made
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: Any
+    answer: Any
+
+
+async def ask(session: aiohttp.ClientSession, url: str, route: str, body: dict[str, Any]) -> Reply:
+    async with session.post(url + route, json=body) as response:
+        text = await response.text()
+        streamed = response.content_type == "text/event-stream"
+        answer = assembled(route, text, streamed=streamed)
+        return Reply(response.status, response.headers, answer)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.route} {case.feature}")
+async def test_the_answer_is_a_plain_workers(
+    case: Case,
+    stack: FeatureStack,
+    session: aiohttp.ClientSession,
+    results: list[report.Cell],
+) -> None:
+    for streamed in case.streams:
+        first, last = case.turns(f"{case.route} {case.feature} {streamed}")
+        opened = await ask(session, stack.proxy, case.route, first)
+        assert opened.status == 200, opened.answer
+        last["stream"] = streamed
+        plain = await ask(session, stack.plain, case.route, last)
+        ours = await ask(session, stack.proxy, case.route, last)
+        found = differences(comparable(plain.answer), comparable(ours.answer), tolerance=TOLERANCE)
+        reused = int(ours.headers.get("X-KVLoop-Reused-Tokens", 0))
+        reason = ours.headers.get("X-KVLoop-Reason", "")
+        route = ours.headers.get("X-KVLoop-Route", "")
+        results.append(report.Cell(case, streamed, ours.status, route, reason, reused, bool(found)))
+        assert ours.status == plain.status, (plain.answer, ours.answer)
+        if case.route == "/v1/messages" and ours.status >= 400:
+            assert ours.answer["type"] == "error"  # the worker's own validation has another shape
+        else:
+            assert found == []
+        if case.expect.isdigit():
+            assert ours.status == int(case.expect)
+        elif case.expect == REUSED:
+            assert (route, reason) == ("prefill-with-pull", "history_grew"), reason
+        else:
+            assert reason == case.expect
+        if route != "decode-only" and (said := cached_tokens(ours.answer)) is not None:
+            assert said == reused
+
+
+async def test_a_previous_response_continues(
+    stack: FeatureStack, session: aiohttp.ClientSession, results: list[report.Cell]
+) -> None:
+    """``previous_response_id`` gives what the whole history gives, on the worker that has it."""
+    case = Case("/v1/responses", "previous_response_id", expect="previous_response")
+    for streamed in (False, True):
+        first, last = case.turns(f"previous {streamed}")
+        made = await ask(session, stack.proxy, case.route, first)
+        follow = {k: v for k, v in last.items() if k != "input"}
+        follow |= {"input": "Go on.", "previous_response_id": made.answer["id"], "stream": streamed}
+        ours = await ask(session, stack.proxy, case.route, follow)
+        whole = {**follow, "input": [*first["input"], *made.answer["output"]]}
+        whole["input"].append({"role": "user", "content": "Go on."})
+        del whole["previous_response_id"]
+        plain = await ask(session, stack.plain, case.route, whole)
+        found = differences(comparable(plain.answer), comparable(ours.answer), tolerance=TOLERANCE)
+        reason, route = ours.headers["X-KVLoop-Reason"], ours.headers["X-KVLoop-Route"]
+        results.append(report.Cell(case, streamed, ours.status, route, reason, 0, bool(found)))
+        assert found == []
+        assert reason == "previous_response"
+        async with session.get(f"{stack.proxy}/v1/responses/{made.answer['id']}") as stored:
+            assert (await stored.json())["output"] == made.answer["output"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/models", None),
+        ("POST", "/tokenize", {"model": MODEL, "prompt": "a small dog"}),
+        ("POST", "/tokenize", {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}),
+        ("POST", "/detokenize", {"model": MODEL, "tokens": [400, 500]}),
+        (
+            "POST",
+            "/v1/messages/count_tokens",
+            {"model": MODEL, "messages": [{"role": "user", "content": "x"}]},
+        ),
+        (
+            "POST",
+            "/v1/chat/completions/batch",
+            {
+                "model": MODEL,
+                "messages": [
+                    [{"role": "user", "content": "x"}],
+                    [{"role": "user", "content": "y"}],
+                ],
+                "temperature": 0,
+                "max_tokens": 5,
+            },
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else "",
+)
+async def test_other_routes_answer_as_the_worker_does(
+    stack: FeatureStack,
+    session: aiohttp.ClientSession,
+    method: str,
+    path: str,
+    body: dict[str, Any] | None,
+    results: list[report.Cell],
+) -> None:
+    answers = []
+    for url in (stack.plain, stack.proxy):
+        async with session.request(method, url + path, json=body) as response:
+            answers.append((response.status, comparable(await response.json())))
+    results.append(
+        report.Cell(
+            Case(path, ""), False, answers[1][0], "one worker", "", 0, answers[0] != answers[1]
+        )
+    )
+    assert answers[0] == answers[1]
+    assert answers[0][0] == 200
+
+
+async def test_nothing_is_left_pinned(stack: FeatureStack, session: aiohttp.ClientSession) -> None:
+    """Runs last: all that decode keeps now is what the table knows, and no read was ever late."""
+    async with session.get(stack.decode + "/metrics") as response:
+        page = await response.text()
+    late = [
+        line for line in page.splitlines() if line.startswith("vllm:nixl_num_notifications_after")
+    ]
+    assert all(line.endswith(" 0.0") for line in late), late
