@@ -11,10 +11,7 @@ from proxy.api.forward import ForwardRoutes
 from proxy.api.generate import GeneratingRoute
 from proxy.api.http import Receive, Response, Scope, Send
 from proxy.api.stalls import StallWatch
-from proxy.dialects.chat import CHAT
-from proxy.dialects.completions import COMPLETIONS
-from proxy.dialects.messages import MESSAGES
-from proxy.dialects.responses import RESPONSES
+from proxy.dialects import DIALECTS, MESSAGES
 from proxy.errors import ClientError, anthropic_shape, http_answer, openai_shape
 from proxy.gauges import StateGauges
 from proxy.metrics import Metrics
@@ -26,9 +23,6 @@ from proxy.turn.conductor import Conductor
 from proxy.workers.client import WorkerClient
 from proxy.workers.health import HealthLoop, ModelList
 from proxy.workers.pool import Pool, Role, Worker
-
-DIALECTS = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
-"""The generating routes."""
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/redoc", "/openapi.json"})
 """Answered without an API key: they serve nobody's data. ``/metrics`` exists here only while there

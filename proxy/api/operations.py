@@ -6,16 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import HTTPException, RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from proxy import __version__
+from proxy.api.forward import JSON_ROUTES
+from proxy.api.openapi import add_routes
+from proxy.dialects import DIALECTS
 from proxy.errors import ClientError, KvloopError, NoWorker, http_answer, openai_error
 from proxy.workers.pool import Role
 
 if TYPE_CHECKING:
     from proxy.app import App
+
+_NOT_YET: dict[int | str, dict[str, Any]] = {
+    503: {"description": "No decode worker has answered yet."}
+}
 
 
 def build(app: App) -> FastAPI:
@@ -23,20 +30,21 @@ def build(app: App) -> FastAPI:
     client_side = FastAPI(
         title="kvloop",
         version=__version__,
-        description="Stateful prefill/decode proxy. POST /v1/chat/completions is served beside "
-        "these routes, as OpenAI's API defines it.",
+        description="Stateful prefill/decode proxy before vLLM workers.",
     )
     add_probes(client_side, app, for_operators=not app.callers.required)
     in_openai_shape(client_side)
 
-    @client_side.get("/v1/models")
+    @client_side.get("/v1/models", responses=_NOT_YET)
     async def list_models() -> JSONResponse:
         """Models that the decode workers serve."""
         if not app.models.known:
             raise NoWorker("No decode worker has answered yet.")
         return JSONResponse(app.models.page())
 
-    @client_side.get("/v1/models/{model:path}")
+    @client_side.get(
+        "/v1/models/{model:path}", responses={404: {"description": "No such model."}, **_NOT_YET}
+    )
     async def one_model(model: str) -> JSONResponse:
         """One of them."""
         if not app.models.known:
@@ -51,6 +59,12 @@ def build(app: App) -> FastAPI:
             code="model_not_found",
         )
 
+    described = client_side.openapi
+
+    def with_workers_routes() -> dict[str, Any]:
+        return add_routes(described(), DIALECTS, JSON_ROUTES, keyed=app.callers.required)
+
+    client_side.openapi = with_workers_routes  # type: ignore[method-assign]
     return client_side
 
 
@@ -66,7 +80,7 @@ def add_probes(surface: FastAPI, app: App, *, for_operators: bool = True) -> Non
         """Is this process alive? Says nothing about workers."""
         return {"status": "ok"}
 
-    @surface.get("/ready")
+    @surface.get("/ready", responses={503: {"description": "No turn can be answered now."}})
     async def ready() -> JSONResponse:
         """Can turns be answered? 200 when a decode worker is healthy, else (or draining) 503.
 
@@ -104,7 +118,7 @@ def add_probes(surface: FastAPI, app: App, *, for_operators: bool = True) -> Non
     if not for_operators:
         return
 
-    @surface.get("/metrics")
+    @surface.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         """Prometheus text format."""
         app.gauges.refresh()

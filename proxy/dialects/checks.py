@@ -83,10 +83,11 @@ def wrong(field: str, meaning: str) -> ClientError:
 
 
 def integer(low: int | None = None, high: int | None = None) -> Check:
+    """A whole number; 5.0 is one, as for JSON Schema and for vLLM."""
+
     def check(value: Any) -> bool:
-        return (
-            type(value) is int and (low is None or value >= low) and (high is None or value <= high)
-        )
+        whole = type(value) is int or (type(value) is float and value.is_integer())
+        return whole and (low is None or value >= low) and (high is None or value <= high)
 
     return check
 

@@ -64,6 +64,9 @@ class Messages(Dialect):
         checks.require(body, "max_tokens")
         checks.require(body, "messages")
         checks.check_messages(body["messages"], roles=_ROLES)
+        for index, message in enumerate(body["messages"]):
+            if message.get("content") is None:
+                raise checks.wrong(f"messages[{index}].content", "is required")
         checks.check_fields(body, _FIELDS)
 
     def alone(self, body: Mapping[str, Any]) -> Reason | None:

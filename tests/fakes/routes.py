@@ -33,8 +33,7 @@ def chat_of_messages(body: dict[str, Any]) -> dict[str, Any]:
         content = message["content"]
         if isinstance(content, list):
             content = "".join(
-                json.dumps(b) if b["type"] not in ("text", "thinking") else b.get(b["type"], "")
-                for b in content
+                b["text"] if isinstance(b, dict) and "text" in b else json.dumps(b) for b in content
             )
         messages.append({"role": message["role"], "content": content})
     effort = (body.get("output_config") or {}).get("effort")
@@ -208,6 +207,7 @@ async def response(
         "created_at": 1,
         "model": body["model"],
         "previous_response_id": previous,
+        "output": [],
         "usage": None,
         "kv_transfer_params": None,
         "ec_transfer_params": None,
@@ -243,12 +243,15 @@ async def response(
         assert request.transport is not None
         request.transport.abort()  # vLLM's own error event does not pass its validation
         return stream.response
-    await stream.event("response.output_item.added", item={"type": "message", "content": []})
-    await stream.event("response.content_part.added", part={"type": "output_text", "text": ""})
+    item = {"id": "msg_x", "type": "message", "role": "assistant", "content": []}
+    await stream.event("response.output_item.added", output_index=0, item=item)
+    place = {"output_index": 0, "content_index": 0, "item_id": "msg_x"}
+    part = {"type": "output_text", "text": "", "annotations": []}
+    await stream.event("response.content_part.added", **place, part=part)
     async for letter in stream.letters():
-        await stream.event("response.output_text.delta", delta=letter)
+        await stream.event("response.output_text.delta", **place, delta=letter)
     if stream.dead:
         return stream.response
-    await stream.event("response.output_text.done", text=answer)
+    await stream.event("response.output_text.done", **place, text=answer)
     await stream.event("response.completed", response=whole())
     return stream.response

@@ -34,7 +34,8 @@ def tokenise(body: dict[str, Any]) -> list[int]:
     for message in body["messages"]:
         content = message.get("content") or ""
         if isinstance(content, list):
-            content = "".join(part.get("text", "") for part in content)
+            parts = [part if isinstance(part, str) else part.get("text", "") for part in content]
+            content = "".join(map(str, parts))
         ids += [ROLE_IDS.get(message["role"], 304), *content.encode(), END]
     if body.get("add_generation_prompt", True):
         ids.append(ROLE_IDS["assistant"])

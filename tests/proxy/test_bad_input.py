@@ -85,6 +85,7 @@ WRONG_MESSAGE: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": "5"}, "max_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
     ({"system": 5}, "system"),

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from proxy.api.callers import Callers
 from proxy.api.forward import FORM_ROUTES, JSON_ROUTES
-from proxy.app import DIALECTS
+from proxy.dialects import DIALECTS
 from proxy.errors import ClientError
 from proxy.metrics import Metrics
 from proxy.session.identity import Caller
