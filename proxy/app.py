@@ -11,7 +11,8 @@ from proxy.api.forward import ForwardRoutes
 from proxy.api.generate import GeneratingRoute
 from proxy.api.http import Receive, Response, Scope, Send
 from proxy.api.stalls import StallWatch
-from proxy.dialects import DIALECTS, MESSAGES
+from proxy.dialects import DIALECTS
+from proxy.dialects.messages import MESSAGES
 from proxy.errors import ClientError, anthropic_shape, http_answer, openai_shape
 from proxy.gauges import StateGauges
 from proxy.metrics import Metrics
