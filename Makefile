@@ -15,7 +15,7 @@ INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help up down status chat env env-fast tools test test-fast lint bench-reuse bench-lookup bench-relay \
-	bench-retention differential soak clean
+	bench-retention differential soak chaos wedge clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +69,12 @@ differential: env ## Compare over 200 generated conversations with a cold worker
 
 soak: env ## Soak the stack: 500 turns, then a verdict (minutes)
 	@exec $(BIN)/python -m tests.soak $(ARGS)
+
+chaos: env ## Kill, hang and restart every part under load, then a verdict (15-20 minutes)
+	@exec $(BIN)/python -m tests.chaos --report docs/chaos.md $(ARGS)
+
+wedge: env ## 500 one-shot requests on a decode worker of 24 blocks (minutes)
+	@exec $(BIN)/python -m tests.chaos wedge $(ARGS)
 
 clean: ## Stop the stack; remove the environment, built models, logs and caches
 	@if [ -x $(BIN)/kvloop ]; then $(BIN)/kvloop down; fi

@@ -2,142 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import signal
-import socket
 import sys
-from collections.abc import Iterator
-
-import uvicorn
 
 from proxy import log
-from proxy.api.protocol import limited_http
-from proxy.app import App
-from proxy.settings import Settings, SettingsError, load
-from proxy.tenants import KeysError
-
-_CUT_SECONDS = 2
-"""After the drain: for streams that are cut to close their workers' connections."""
-
-
-class _AdminServer:
-    """The operators' port, served by the same loop."""
-
-    def __init__(self, settings: Settings) -> None:
-        address = (settings.admin_host, settings.admin_port_or_next)
-        family = socket.AF_INET6 if ":" in settings.admin_host else socket.AF_INET
-        try:
-            self._socket = socket.create_server(address, family=family)
-        except OSError as error:
-            raise SettingsError(
-                f"kvloop: admin_host, admin_port: cannot listen on {address[0]} port {address[1]}: "
-                f"{error.strerror} (KVLOOP_ADMIN_PORT or --admin-port)"
-            ) from None
-        self._server: uvicorn.Server | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def serve_beside(self, app: App) -> None:
-        config = uvicorn.Config(
-            app.admin,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=_CUT_SECONDS,
-        )
-        self._server = uvicorn.Server(config)
-        self._server.capture_signals = contextlib.nullcontext  # type: ignore
-        self._task = asyncio.create_task(self._server.serve([self._socket]), name="admin server")
-        host, port = self._socket.getsockname()[:2]
-        log.event("admin_listening", host=host, port=port)
-
-    async def stop(self) -> None:
-        if self._server is not None and self._task is not None:
-            self._server.should_exit = True
-            await asyncio.gather(self._task, return_exceptions=True)
-
-
-class Server(uvicorn.Server):
-    """uvicorn that drains: while streams finish it still listens, and new turns get their 503.
-
-    uvicorn's own way closes the listening socket first, so that new requests meet a refused
-    connection, and raises the signal again at the end, so that the exit code is not 0.
-    """
-
-    def __init__(self, app: App, settings: Settings) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                host=settings.host,
-                port=settings.port,
-                loop="uvloop",
-                http=limited_http(settings),
-                lifespan="on",
-                log_config=None,
-                access_log=False,  # the turn log says more, once a turn
-                server_header=False,
-                proxy_headers=False,  # nothing here looks at the client's address
-                date_header=False,
-                timeout_graceful_shutdown=_CUT_SECONDS,
-                ssl_certfile=settings.tls_cert_file,
-                ssl_keyfile=settings.tls_key_file,
-                h11_max_incomplete_event_size=None,
-            )
-        )
-        self._app = app
-        self._admin = _AdminServer(settings)
-        self._drain_seconds = settings.drain_seconds
-        self._drain: asyncio.Task[None] | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        if self.started:
-            self._admin.serve_beside(self._app)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().shutdown(sockets=sockets)
-        await self._admin.stop()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._asked_to_stop)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
-
-    def _asked_to_stop(self) -> None:
-        """The first signal drains; a second one stops at once."""
-        if self._drain is not None or not self.started:
-            self.should_exit = True
-            return
-        self._drain = asyncio.create_task(self._drain_and_exit(), name="drain")
-
-    async def _drain_and_exit(self) -> None:
-        try:
-            async with asyncio.timeout(self._drain_seconds):
-                await self._app.drain()
-        except TimeoutError:
-            log.event("drain_timeout", cut=self._app.conductor.admission.in_flight)
-        self.should_exit = True
+from proxy.settings import load
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Serve. ``arguments``: flags, by default those of the command line."""
     settings = load(sys.argv[1:] if arguments is None else arguments)
     log.set_up(settings.log_level)
-    try:
-        app = App(settings)
-    except KeysError as error:
-        raise SettingsError(f"kvloop: wrong settings\n  {error}") from None
-    server = Server(app, settings)
-    server.run()
-    if not server.started:
-        sys.exit(3)  # as uvicorn.run does
+    if settings.workers > 1:
+        from proxy import processes
+
+        sys.exit(processes.run(settings))
+    from proxy.app import App
+    from proxy.server import Server, admin_socket
+
+    sys.exit(Server(App(settings), settings, admin_socket(settings)).serve_until_stopped())
 
 
 if __name__ == "__main__":

@@ -10,16 +10,19 @@ from proxy.api.callers import Callers
 from proxy.api.forward import ForwardRoutes
 from proxy.api.generate import GeneratingRoute
 from proxy.api.http import Receive, Response, Scope, Send
+from proxy.api.live import Live
 from proxy.api.stalls import StallWatch
 from proxy.dialects import DIALECTS
 from proxy.dialects.messages import MESSAGES
 from proxy.errors import ClientError, anthropic_shape, http_answer, openai_shape
 from proxy.gauges import StateGauges
 from proxy.metrics import Metrics
+from proxy.session.ledger import Ledger
 from proxy.session.private_store import PrivateStore
 from proxy.session.table import SessionTable
-from proxy.settings import Settings
+from proxy.settings import Settings, SettingsError
 from proxy.switch import ReuseSwitch
+from proxy.tenants import KeysError
 from proxy.turn.conductor import Conductor
 from proxy.workers.client import WorkerClient
 from proxy.workers.health import HealthLoop, ModelList
@@ -37,15 +40,20 @@ class App:
     and ``stop`` are driven by the server's lifespan, or directly by a test.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, know_workers_first: bool = False) -> None:
+        """``know_workers_first``: ``start`` returns when each worker has been asked how it is."""
         self.settings = settings
+        self._know_workers_first = know_workers_first
         self.metrics = Metrics()
         self.models = ModelList()
         self.pool = Pool(
             [_worker(url, Role.PREFILL) for url in settings.prefill_urls]
             + [_worker(url, Role.DECODE) for url in settings.decode_urls]
         )
-        self.callers = Callers(settings, self.metrics)
+        try:
+            self.callers = Callers(settings, self.metrics)
+        except KeysError as error:
+            raise SettingsError(f"kvloop: wrong settings\n  {error}") from None
         self._private_store: PrivateStore | None = None
 
     async def start(self) -> None:
@@ -55,6 +63,7 @@ class App:
             self._private_store = PrivateStore()
             url = await self._private_store.start()
         self.table = SessionTable(url, timeout_seconds=settings.table_timeout_seconds)
+        self.ledger = Ledger(self.table)
         self.client = WorkerClient(
             connect_timeout_seconds=settings.connect_timeout_seconds,
             api_key=settings.worker_api_key,
@@ -73,13 +82,15 @@ class App:
             pool=self.pool,
             client=self.client,
             table=self.table,
+            ledger=self.ledger,
             metrics=self.metrics,
         )
+        self.conductor.retention.start()
         self.switch = ReuseSwitch(
             self.table, self.conductor, self.metrics, allowed=settings.reuse_enabled
         )
         self.switch.start()
-        self.gauges = StateGauges(self.metrics, self.pool, self.conductor.admission, self.table)
+        self.gauges = StateGauges(self.metrics, self.pool, self.conductor, self.table)
         self.gauges.start()
         self._stalls = StallWatch(settings.client_write_timeout_seconds)
         self._stalls.start()
@@ -106,8 +117,11 @@ class App:
             admission=self.conductor.admission,
         )
         self._operations = operations.build(self)
+        self.live = Live(self)
         self.admin = admin.build(self)
         self.health.start()
+        if self._know_workers_first:
+            await self.health.first_round()
         log.event(
             "started",
             prefill=list(settings.prefill_urls),
@@ -119,10 +133,12 @@ class App:
             log.event("verification_is_off", note="answers may be wrong; for tests only")
 
     async def stop(self) -> None:
+        self.live.close()
         await self.switch.stop()
         await self._stalls.stop()
         await self.gauges.stop()
         await self.health.stop()
+        await self.conductor.retention.stop()
         await self.conductor.close()
         await self.client.close()
         await self.table.close()

@@ -13,7 +13,8 @@ from contextlib import suppress
 from proxy.errors import TableUnavailable
 from proxy.metrics import Metrics
 from proxy.session.table import SessionTable
-from proxy.turn.admission import Admission
+from proxy.tasks import end
+from proxy.turn.conductor import Conductor
 from proxy.workers.pool import Pool, Role
 
 _EVERY = 1.0
@@ -25,11 +26,11 @@ class StateGauges:
     """``start`` and ``stop`` with the app; ``refresh`` before a page of metrics is made."""
 
     def __init__(
-        self, metrics: Metrics, pool: Pool, admission: Admission, table: SessionTable
+        self, metrics: Metrics, pool: Pool, conductor: Conductor, table: SessionTable
     ) -> None:
         self._metrics = metrics
         self._pool = pool
-        self._admission = admission
+        self._conductor = conductor
         self._table = table
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -40,15 +41,15 @@ class StateGauges:
         ]
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
 
     def refresh(self) -> None:
         """What can be read without asking anybody."""
         metrics, now = self._metrics, time.monotonic()
-        metrics.in_flight.set(self._admission.in_flight)
-        metrics.queued.set(self._admission.queued)
+        metrics.in_flight.set(self._conductor.admission.in_flight)
+        metrics.queued.set(self._conductor.admission.queued)
+        metrics.background_tasks.set(self._conductor.background_tasks)
+        metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
         for worker in self._pool.workers:
             labels = (worker.name, str(worker.role))
             metrics.worker_healthy.labels(*labels).set(int(worker.healthy))

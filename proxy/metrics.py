@@ -24,6 +24,8 @@ from prometheus_client import (
     multiprocess,
 )
 
+from proxy.retention import EDGES
+
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _FAST_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 _GAP_SECONDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5, 30)
@@ -35,6 +37,8 @@ RELEASE_RESULTS = ("sent", "with_prefill", "failed", "no_prefill_worker")
 RETRY_LEGS = ("prefill", "warm_prefill", "decode")
 RETRY_CAUSES = ("WorkerFailed", "WorkerUnreachable")
 TABLE_OPERATIONS = ("find", "claim", "commit")
+TABLE_FAILURES = (*TABLE_OPERATIONS, "evict", "ledger")
+EVICTION_REASONS = ("budget", "session_deleted")
 REFUSED_CAUSES = ("draining", "queue_full", "queue_timeout")
 STRANDED_CAUSES = ("client_left", "decode_failed")
 PAUSES = ("breaker", "pulls", "transfers")
@@ -139,6 +143,46 @@ class Metrics:
             ("result",),
             registry=registry,
         )
+        self.retained_blocks = Gauge(
+            "kvloop_retained_blocks",
+            "KV blocks that the decode worker keeps for ended turns or will keep for turns under "
+            "way. Every proxy shows the same number: the ledger is shared.",
+            ("worker",),
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+        self.retention_budget_blocks = Gauge(
+            "kvloop_retention_budget_blocks",
+            "Most blocks that may be retained on the decode worker.",
+            ("worker",),
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+        self.evictions = Counter(
+            "kvloop_evictions",
+            "Holdings given up before their lease ended: for the budget, or because their session "
+            "was deleted.",
+            ("reason",),
+            registry=registry,
+        )
+        self.retained_block_seconds = Counter(
+            "kvloop_retained_block_seconds",
+            "Blocks times the seconds for which they were retained, when they go.",
+            ("worker",),
+            registry=registry,
+        )
+        self.leases_expired = Counter(
+            "kvloop_leases_expired",
+            "Holdings that nobody came for before decode's lease ended.",
+            ("worker",),
+            registry=registry,
+        )
+        self.turn_gap_seconds = Histogram(
+            "kvloop_turn_gap_seconds",
+            "From the end of a turn to the next turn of its conversation.",
+            buckets=EDGES,
+            registry=registry,
+        )
         self.claims_lost = Counter(
             "kvloop_claims_lost", "Handles that another turn claimed first.", registry=registry
         )
@@ -186,6 +230,18 @@ class Metrics:
         self.queued = Gauge(
             "kvloop_turns_queued",
             "Turns waiting for a place.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self.background_tasks = Gauge(
+            "kvloop_background_tasks",
+            "Work that outlives its turn: releases, prefills finished for a client that left.",
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self.event_loop_tasks = Gauge(
+            "kvloop_event_loop_tasks",
+            "All asyncio tasks of this process. Growing while turns in flight do not: a leak.",
             registry=registry,
             multiprocess_mode="livesum",
         )
@@ -284,7 +340,8 @@ class Metrics:
             (self.prompt_tokens, TOKEN_SOURCES),
             (self.canary_checks, CANARY_RESULTS),
             (self.releases, RELEASE_RESULTS),
-            (self.table_failures, TABLE_OPERATIONS),
+            (self.table_failures, TABLE_FAILURES),
+            (self.evictions, EVICTION_REASONS),
             (self.refused_turns, REFUSED_CAUSES),
             (self.stranded_prefills, STRANDED_CAUSES),
         ):

@@ -10,7 +10,14 @@ and one-shot requests (no next turn). Reads no clock: ages come in.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from proxy.session.identity import Identity
 
 EDGES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0)
 """Upper ends of the gap buckets in seconds. Doubling: what matters is the order of magnitude."""
@@ -23,14 +30,26 @@ PRIOR_TURNS = 4.0
 """Weight of the first guess, a next turn for half of the handles at any order of magnitude."""
 
 
+MOST_GROUPS = 4096
+"""Groups whose gaps one proxy remembers; the one unused for longest is forgotten. About 1 KB each:
+fewer would forget tenants between their turns, more only helps fleets with more tenants."""
+
+UNGUARDED_SHARE = 0.5
+"""Share of a decode worker's blocks that may be retained where its connector sets no limit of its
+own: the default of our connector."""
+
+
+_FIRST_RETURNS = [PRIOR_TURNS / 2 * weight / (len(EDGES) + 1) for weight in (2, *[1] * 11)]
+"""More in the first bucket, which has all orders below a second: so of handles of which nothing is
+known the oldest is worth least."""
+
+
 @dataclass(slots=True)
 class ReturnTimes:
     """Gaps between turns of one group of sessions, and how many turns had no next one."""
 
     kept: float = PRIOR_TURNS
-    returned: list[float] = field(
-        default_factory=lambda: [PRIOR_TURNS / 2 / len(EDGES)] * len(EDGES)
-    )
+    returned: list[float] = field(default_factory=lambda: list(_FIRST_RETURNS))
 
     def turn_kept(self) -> None:
         """A turn ended and its blocks were kept."""
@@ -44,14 +63,25 @@ class ReturnTimes:
             self.returned[bucket] += 1
 
     def index(self, age_seconds: float) -> float:
-        """Hits per second of keeping from this age on, for the best time to keep."""
+        """Hits per second of keeping from this age on, for the best time to keep.
+
+        Within a bucket returns are taken to be spread evenly, but for the first: below a second
+        ages tell nothing.
+        """
         first = bisect_right(EDGES, age_seconds)
-        alive = max(self.kept - sum(self.returned[:first]), sum(self.returned[first:]))
+        if first == len(EDGES):
+            return 0.0
+        start, left = 0.0, 1.0
+        if first:
+            start, begin, end = age_seconds, EDGES[first - 1], EDGES[first]
+            left = (end - start) / (end - begin)
+        returned = self.returned[first] * left
+        alive = self.kept - sum(self.returned[:first]) - self.returned[first] * (1 - left)
+        alive = max(alive, returned + sum(self.returned[first + 1 :]))
         best = hits = time = 0.0
-        start = age_seconds
         for bucket in range(first, len(EDGES)):
             end = EDGES[bucket]
-            came = self.returned[bucket]
+            came = self.returned[bucket] if bucket > first else returned
             # Those that come in this bucket hold the blocks for half of it on average.
             time += (end - start) * (alive - came / 2)
             hits += came
@@ -74,3 +104,123 @@ class ReturnTimes:
 def worth(times: ReturnTimes, *, age_seconds: float, tokens: int, blocks: int) -> float:
     """Expected hit tokens per block-second of keeping this handle on."""
     return times.index(age_seconds) * tokens / blocks if blocks else 0.0
+
+
+class Groups:
+    """The return times of each group of sessions, as far as this proxy has seen them."""
+
+    def __init__(self, most: int = MOST_GROUPS) -> None:
+        self._most = most
+        self._times: OrderedDict[str, ReturnTimes] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def learn(self, group: str) -> ReturnTimes:
+        """The group's times, to add to."""
+        times = self._times.get(group)
+        if times is None:
+            times = self._times[group] = ReturnTimes()
+            if len(self._times) > self._most:
+                self._times.popitem(last=False)
+        self._times.move_to_end(group)
+        return times
+
+    def of(self, group: str) -> ReturnTimes:
+        """The group's times, to read: the first guess for a group never seen."""
+        return self._times.get(group) or _FIRST_GUESS
+
+
+_FIRST_GUESS = ReturnTimes()
+
+
+def group_of(identity: Identity, *, continues: bool) -> str:
+    """Sessions that probably come back alike: one tenant's, named or not, once begun or not.
+
+    A conversation in its second turn is far likelier to have a third one than a first to have a
+    second: that parts the one-shot requests of a tenant from its chats and agents.
+    """
+    named = "named" if identity.conversation else "found"
+    return f"{identity.tenant.hex()[:12]}-{named}-{'later' if continues else 'first'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of a decode worker's ledger: blocks that are pinned there, or soon will be.
+
+    ``since`` and ``deadline`` are Redis' Unix time in seconds, set by the ledger.
+    ``usable_seconds`` is how long after ``since`` the handle may still be claimed; after that the
+    blocks only wait for decode's lease. A ``reserved`` entry stands for a turn that decode is
+    answering.
+    """
+
+    id: str
+    blocks: int
+    tokens: int = 0
+    group: str = ""
+    scope: str = ""
+    tenant: str = ""
+    conversation: str = ""
+    model: str = ""
+    usable_seconds: float = 0.0
+    reserved: bool = False
+    since: float = 0.0
+    deadline: float = 0.0
+
+    def encode(self) -> bytes:
+        """What the ledger stores besides blocks and times."""
+        return orjson.dumps(
+            [
+                self.tokens,
+                self.group,
+                self.scope,
+                self.tenant,
+                self.conversation,
+                self.model,
+                self.usable_seconds,
+                self.reserved,
+            ]
+        )
+
+    @classmethod
+    def decode(cls, id: str, record: bytes) -> Entry:
+        """From a stored record: blocks, deadline and start in milliseconds, then ``encode``'s."""
+        blocks, deadline, since, rest = record.split(b" ", 3)
+        fields: list[Any] = orjson.loads(rest)
+        fields += [int(since) / 1000, int(deadline) / 1000]
+        return cls(id, int(blocks), *fields)
+
+
+def budget_blocks(
+    *, share: float, pin_limit_blocks: int | None, kv_blocks: int | None
+) -> int | None:
+    """Blocks that may be retained on a decode worker; None while its size is unknown."""
+    if pin_limit_blocks is not None:
+        return int(pin_limit_blocks * share)
+    return None if kv_blocks is None else int(kv_blocks * UNGUARDED_SHARE * share)
+
+
+def by_worth(
+    entries: Iterable[Entry], groups: Groups, *, now: float, newcomer: Entry | None = None
+) -> list[Entry]:
+    """What may be given up, least valuable first.
+
+    Left out: what is reserved, what can be claimed no more (nobody could release it), and, with a
+    ``newcomer`` that needs the room, whatever is worth more than the newcomer will be. Of equals
+    the oldest comes first.
+    """
+    limit = float("inf")
+    if newcomer is not None and newcomer.blocks:
+        fresh = groups.of(newcomer.group)
+        limit = worth(fresh, age_seconds=0.0, tokens=newcomer.tokens, blocks=newcomer.blocks)
+    valued = []
+    for entry in entries:
+        age = max(0.0, now - entry.since)
+        if entry.reserved or age >= entry.usable_seconds:
+            continue
+        value = worth(
+            groups.of(entry.group), age_seconds=age, tokens=entry.tokens, blocks=entry.blocks
+        )
+        if value <= limit:
+            valued.append((value, entry.since, entry))
+    return [entry for _, _, entry in sorted(valued, key=lambda each: each[:2])]

@@ -48,6 +48,13 @@ class Settings(BaseSettings):
         description="Operators' port: metrics, switches, the live page. Unset: port + 1.",
     )
 
+    workers: int = Field(
+        1,
+        ge=1,
+        description="Processes of this proxy on the same port; one fills one core. They share "
+        "nothing but Redis. Limits like max_in_flight count for each.",
+    )
+
     prefill_urls: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="Prefill workers, comma separated: http://host:port."
     )
@@ -80,6 +87,24 @@ class Settings(BaseSettings):
         30,
         description="Sessions expire this much before decode's TTL: time for queueing on prefill, "
         "which itself declines a pull in the last 5 seconds.",
+    )
+    retention_share: float = Field(
+        0.8,
+        gt=0,
+        le=1,
+        description="Share of what a decode worker would pin (its own limit, else half of its "
+        "blocks) that ended turns may take. The rest is for answers under way: with more, decode "
+        "refuses to keep some of them.",
+    )
+    shortest_lease_seconds: Seconds = Field(
+        60,
+        description="Least time for which a turn's KV may be claimed. Leases follow how soon a "
+        "tenant's turns came back; a shorter one would give up on a user who thinks.",
+    )
+    longest_lease_seconds: Seconds | None = Field(
+        None,
+        description="Most time for which a turn's KV may be claimed. Unset: decode_kv_ttl_seconds "
+        "less expiry_margin_seconds, which is also the most that it can be.",
     )
     canary_fraction: float = Field(
         0,
@@ -224,6 +249,13 @@ class Settings(BaseSettings):
     )
     pull_pause_seconds: Seconds = Field(30, description="How long that pause is.")
 
+    recent_turns: int = Field(
+        2000,
+        ge=1,
+        le=100_000,
+        description="Turns that the live page remembers, about 1 kB each. No text is among it.",
+    )
+
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
 
     @field_validator("prefill_urls", "decode_urls", mode="before")
@@ -289,6 +321,12 @@ class Settings(BaseSettings):
     @property
     def session_ttl_seconds(self) -> float:
         return self.decode_kv_ttl_seconds - self.expiry_margin_seconds
+
+    @property
+    def longest_usable_seconds(self) -> float:
+        """Longest time for which a holding may be claimed."""
+        longest = self.longest_lease_seconds
+        return min(self.session_ttl_seconds, longest or self.session_ttl_seconds)
 
     @classmethod
     def settings_customise_sources(

@@ -12,6 +12,7 @@ from proxy import log
 from proxy.errors import TableUnavailable
 from proxy.metrics import Metrics
 from proxy.session.table import SessionTable
+from proxy.tasks import end
 from proxy.turn.conductor import Conductor
 
 _POLL_SECONDS = 1.0
@@ -36,8 +37,7 @@ class ReuseSwitch:
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end([self._task])
 
     async def _poll(self) -> None:
         while True:

@@ -13,7 +13,8 @@ ASK = "kvloop"
 """In a request: 1 asks the plugin for the turn event. In a non-streamed answer: its object."""
 
 LEASE_SECONDS = "kvloop_lease_seconds"
-"""In a decode request: how long to keep the blocks, in seconds; 0 keeps nothing."""
+"""In a decode request: how long to keep the blocks, in seconds; 0 keeps nothing. In the handle
+that answers it: how long they are kept, counted from the end of the answer."""
 
 PIN_REFUSED = "kvloop_pin_refused"
 """In what decode's engine returns: why nothing was kept. It comes alone, without a handle."""

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from proxy import __version__
-from proxy.api import operations
+from proxy.api import live, operations, sessions
 
 if TYPE_CHECKING:
     from proxy.app import App
@@ -34,6 +34,7 @@ def build(app: App) -> FastAPI:
     admin = FastAPI(title="kvloop admin", version=__version__)
     operations.add_probes(admin, app)
     operations.in_openai_shape(admin)
+    live.add_live_page(admin, app.live)
 
     @admin.get("/admin/reuse")
     async def reuse() -> ReuseState:
@@ -47,4 +48,5 @@ def build(app: App) -> FastAPI:
         await app.table.set_reuse(wanted.on)
         return ReuseState(fleet=wanted.on, here=app.conductor.reuse_on)
 
+    sessions.add_operator_routes(admin, app)
     return admin

@@ -46,9 +46,7 @@ class Callers:
         self._given: dict[str, Tenant] = {}
         if settings.api_keys is not None:
             self._given = keys_from_text(settings.api_keys.get_secret_value())
-        self._keys = dict(self._given)
-        if self._path is not None:
-            self._keys |= self._read(self._path)
+        self._use(self._read(self._path) if self._path is not None else {})
         self._usage: dict[str, _Usage] = {}
 
     @property
@@ -79,7 +77,7 @@ class Callers:
     def admitted(self, caller: Caller) -> Iterator[None]:
         """Around a request: within its tenant's limits. Raises ``ClientError`` (429)."""
         usage = self._usage.setdefault(caller.tenant, _Usage())
-        tenant = next((t for t in self._keys.values() if t.name == caller.tenant), None)
+        tenant = self._tenants.get(caller.tenant)
         settings = self._settings
         in_flight = (tenant and tenant.max_in_flight) or settings.tenant_max_in_flight
         rate = (tenant and tenant.requests_per_minute) or settings.tenant_requests_per_minute
@@ -103,12 +101,16 @@ class Callers:
         try:
             if _stamp(self._path) == self._stamp:
                 return
-            self._keys = {**self._given, **self._read(self._path)}
+            self._use(self._read(self._path))
         except KeysError as error:
             # The keys that were good stay good: a half-written file must not shut everyone out.
             log.event("api_keys_unusable", error=str(error))
             return
         log.event("api_keys_read", keys=len(self._keys))
+
+    def _use(self, from_file: dict[str, Tenant]) -> None:
+        self._keys = {**self._given, **from_file}
+        self._tenants = {tenant.name: tenant for tenant in self._keys.values()}
 
     def _read(self, path: Path) -> dict[str, Tenant]:
         try:

@@ -11,7 +11,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from proxy import __version__
+from proxy.api import sessions
 from proxy.api.forward import JSON_ROUTES
+from proxy.api.http import caller_of
 from proxy.api.openapi import add_routes
 from proxy.dialects import DIALECTS
 from proxy.errors import ClientError, KvloopError, NoWorker, http_answer, openai_error
@@ -59,6 +61,7 @@ def build(app: App) -> FastAPI:
             code="model_not_found",
         )
 
+    sessions.add_client_routes(client_side, app, _tenant_of)
     described = client_side.openapi
 
     def with_workers_routes() -> dict[str, Any]:
@@ -66,6 +69,11 @@ def build(app: App) -> FastAPI:
 
     client_side.openapi = with_workers_routes  # type: ignore[method-assign]
     return client_side
+
+
+def _tenant_of(request: Request) -> str:
+    """Whose request this is."""
+    return caller_of(request.scope).tenant
 
 
 def add_probes(surface: FastAPI, app: App, *, for_operators: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""[io] uvicorn's HTTP protocol with two limits that it lacks: size of a request's head, and time.
+"""[io] Our HTTP protocol with two limits that uvicorn lacks: size of a request's head, and time.
 
 httptools gathers a head for as long as a client sends one, and uvicorn starts no clock before the
 head is complete. A complete head that is too large is the app's to refuse; here it is one that does
@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
+from proxy.api.http import protocol
 from proxy.errors import openai_error
 from proxy.settings import Settings
 
@@ -26,7 +25,7 @@ def limited_http(settings: Settings) -> type[asyncio.Protocol]:
     return Limited
 
 
-class _LimitedHttp(HttpToolsProtocol):
+class _LimitedHttp(protocol):  # type: ignore[misc]  # known to uvicorn as an unnamed class
     max_head_bytes: int
     head_seconds: float
     _head_bytes = 0

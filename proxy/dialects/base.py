@@ -88,14 +88,16 @@ class Dialect:
         handle: Mapping[str, Any] | None,
         *,
         ids_json: bytes | None,
-        keep: bool,
+        lease_seconds: float,
         ask_ids: bool,
         caller: Caller,
         worker: str,
     ) -> bytes:
         """Decode leg, see ``wire.decode_leg``."""
         return orjson.dumps(
-            wire.decode_leg(body, handle, ids_json=ids_json, keep=keep, ask_ids=ask_ids)
+            wire.decode_leg(
+                body, handle, ids_json=ids_json, lease_seconds=lease_seconds, ask_ids=ask_ids
+            )
         )
 
     # A whole answer.

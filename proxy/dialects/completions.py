@@ -75,12 +75,14 @@ class Completions(Dialect):
         handle: Mapping[str, Any] | None,
         *,
         ids_json: bytes | None,
-        keep: bool,
+        lease_seconds: float,
         ask_ids: bool,
         caller: Caller,
         worker: str,
     ) -> bytes:
-        leg = wire.decode_leg(body, handle, ids_json=None, keep=keep, ask_ids=ask_ids)
+        leg = wire.decode_leg(
+            body, handle, ids_json=None, lease_seconds=lease_seconds, ask_ids=ask_ids
+        )
         if handle is not None and ids_json is not None:
             leg["prompt"] = orjson.Fragment(ids_json)
         return orjson.dumps(leg)

@@ -104,13 +104,15 @@ class Responses(Dialect):
         handle: Mapping[str, Any] | None,
         *,
         ids_json: bytes | None,
-        keep: bool,
+        lease_seconds: float,
         ask_ids: bool,
         caller: Caller,
         worker: str,
     ) -> bytes:
         # The route has no field that asks for ids.
-        leg = wire.decode_leg(body, handle, ids_json=ids_json, keep=keep, ask_ids=False)
+        leg = wire.decode_leg(
+            body, handle, ids_json=ids_json, lease_seconds=lease_seconds, ask_ids=False
+        )
         leg["request_id"] = new_response_id(caller, worker)
         return orjson.dumps(leg)
 

@@ -30,12 +30,21 @@ class EventSplitter:
     def feed(self, data: bytes) -> bytes:
         if self._rest:
             data = self._rest + data
-        if data.endswith(b"\n\n") and b"\r" not in data[-4:]:
             self._rest = b""
+        if self.whole(data):
             return data
         cut = _last_event_end(data)
         self._rest = data[cut:]
         return data[:cut]
+
+    @property
+    def pending(self) -> bool:
+        """Has a part of an event come whose rest is missing?"""
+        return bool(self._rest)
+
+    def whole(self, data: bytes) -> bool:
+        """Is ``data`` a run of whole events as it stands? Then it need not be fed."""
+        return not self._rest and data.endswith(b"\n\n") and b"\r" not in data[-4:]
 
     def flush(self) -> bytes:
         """What remains when the stream ends without a final blank line."""

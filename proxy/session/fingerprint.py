@@ -48,23 +48,24 @@ class PromptTokens:
     in different namespaces have different digests.
     """
 
-    __slots__ = ("_namespace", "_packed", "fingerprint", "ids")
+    __slots__ = ("_namespace", "_packed", "fingerprint")
 
     def __init__(self, namespace: bytes, ids: Sequence[int]) -> None:
-        self.ids = ids
+        # The ids themselves are not kept: as Python integers they take nine times the space, for as
+        # long as the answer streams.
         self._namespace = namespace
         self._packed = array("I", ids).tobytes()
         self.fingerprint = _chain(namespace, self._packed, len(ids))
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return self.fingerprint.token_count
 
     def common_prefix(self, stored: Fingerprint) -> int:
         """How many leading tokens are proved equal to ``stored``.
 
         Exact when the prompt extends all of ``stored``; otherwise rounded down to a span.
         """
-        if 0 < stored.token_count <= len(self.ids):
+        if 0 < stored.token_count <= self.fingerprint.token_count:
             whole = stored.token_count // SPAN_TOKENS
             if (
                 _link(self._before(whole), self._part(whole * SPAN_TOKENS, stored.token_count))
@@ -84,7 +85,7 @@ class PromptTokens:
         """Fingerprint of the prompt followed by ``output_ids``."""
         start = self.fingerprint.span_count * SPAN_TOKENS
         rest = self._packed[start * 4 :] + array("I", output_ids).tobytes()
-        total = len(self.ids) + len(output_ids)
+        total = self.fingerprint.token_count + len(output_ids)
         spans = [self.fingerprint.spans]
         digest = (
             self.fingerprint.span(start // SPAN_TOKENS - 1) if start else _root(self._namespace)

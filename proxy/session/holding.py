@@ -7,7 +7,7 @@ marks a tombstone, a turn after which decode kept nothing, so that the next turn
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -32,6 +32,10 @@ class Holding:
     fingerprint: Fingerprint
     handle: dict[str, Any] | None
     absent: Reason | None = None
+    kept_at: float = 0.0
+    """Unix time at which the turn ended; 0 in records of a proxy that did not note it."""
+    group: str = ""
+    """Whose habits of coming back it counts to (``proxy/retention.py``)."""
 
     @property
     def engine_id(self) -> str:
@@ -42,6 +46,20 @@ class Holding:
         if not self.handle:
             return 0
         return sum(len(group) for group in self.handle["remote_block_ids"])
+
+
+MARK = "x"
+"""Ends the id of a holding's mark."""
+
+
+def mark_of(holding: Holding, why: Reason) -> Holding:
+    """What outlives a holding that nobody came for in time: a tombstone that says ``why``.
+
+    Without it a group that is given short leases would look as if it never came back later.
+    It has no spans, so that it stays small: it can only be recognised as a whole.
+    """
+    tokens = Fingerprint(holding.fingerprint.token_count, b"", holding.fingerprint.tail)
+    return replace(holding, id=holding.id + MARK, fingerprint=tokens, handle=None, absent=why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +92,8 @@ def encode(holding: Holding) -> bytes:
             "spans": holding.fingerprint.span_count,
             "handle": holding.handle,
             "absent": holding.absent,
+            "at": holding.kept_at,
+            "group": holding.group,
         }
     )
     return b"".join(
@@ -102,6 +122,8 @@ def decode(id: str, record: bytes) -> Holding | None:
             fingerprint=Fingerprint(header["tokens"], record[4 + size : cut], record[cut:]),
             handle=header["handle"],
             absent=Reason(absent) if absent else None,
+            kept_at=header.get("at", 0.0),
+            group=header.get("group", ""),
         )
     except (ValueError, KeyError, TypeError):
         return None

@@ -17,6 +17,8 @@ from hashlib import blake2b
 from typing import Any
 
 CONVERSATION_HEADERS = (b"x-conversation-id", b"x-session-id")
+BY_PREFIX = "by-prefix"
+"""Label of a conversation that the client did not name."""
 MAX_ID_LENGTH = 512
 """Characters. Longer ids are refused: nobody types them, and they would sit in every log line."""
 
@@ -38,17 +40,18 @@ class Identity:
 
     ``scope`` (16 bytes) separates what must never share KV: tenant, model or adapter, cache salt.
     ``namespace`` seeds the token digests. ``conversation`` (16 bytes) is empty when the client
-    named none.
+    named none. ``tenant`` (16 bytes) says whose the session is.
     """
 
     scope: bytes
     namespace: bytes
     conversation: bytes
+    tenant: bytes = b""
 
     @property
     def label(self) -> str:
         """For logs: tells conversations apart, names nobody."""
-        return self.conversation.hex()[:12] if self.conversation else "by-prefix"
+        return self.conversation.hex()[:12] if self.conversation else BY_PREFIX
 
 
 class IdentityError(ValueError):
@@ -73,13 +76,36 @@ def identify(
             if value:
                 conversation = _checked(name.decode(), value.decode("latin-1"))
                 break
-    cache_key = _body_id(body, "prompt_cache_key") if conversation is None else None
-    scope = _digest(b"scope", tenant, str(body.get("model", "")), str(body.get("cache_salt") or ""))
+    return identity_of(
+        str(body.get("model", "")),
+        tenant=tenant,
+        cache_salt=str(body.get("cache_salt") or ""),
+        conversation=conversation,
+        cache_key=_body_id(body, "prompt_cache_key") if conversation is None else None,
+    )
+
+
+def identity_of(
+    model: str,
+    *,
+    tenant: str = "",
+    cache_salt: str = "",
+    conversation: str | None = None,
+    cache_key: str | None = None,
+) -> Identity:
+    """The identity of these ids."""
+    scope = _digest(b"scope", tenant, model, cache_salt)
     return Identity(
+        tenant=tenant_digest(tenant),
         scope=scope,
         namespace=_digest(b"namespace", scope.hex(), cache_key or ""),
         conversation=_digest(b"conversation", scope.hex(), conversation) if conversation else b"",
     )
+
+
+def tenant_digest(tenant: str) -> bytes:
+    """How a tenant appears in stored records (16 bytes)."""
+    return _digest(b"tenant", tenant)
 
 
 def _body_id(body: Mapping[str, Any], field: str) -> str | None:

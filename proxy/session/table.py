@@ -5,14 +5,16 @@ Keys, all under ``kvloop:{<scope>}:`` so that one scope stays in one cluster slo
 ``h:<id>``            one holding; its existence is the right to claim it
 ``c:<conversation>``  ids of a named conversation's holdings, newest first
 ``a:<digest>``        ids of the holdings whose tokens begin with this prefix, newest first
+``h:<id>x``           the holding's mark: stays some time after it, and says what became of it
 
-Every key expires with the blocks it speaks of. The races each step closes are told beside it.
+Every key expires, a holding's with the blocks it speaks of. The races each step closes are told
+beside it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -24,16 +26,19 @@ from redis.retry import Retry
 
 from proxy.errors import TableUnavailable
 from proxy.session.fingerprint import DIGEST_BYTES, PromptTokens, anchors
-from proxy.session.holding import Holding, decode, encode
+from proxy.session.holding import MARK, Holding, decode, encode, mark_of
 from proxy.session.identity import Identity
+from proxy.session.redis_link import RedisLink
+from proxy.turn.reasons import Reason
 
 T = TypeVar("T")
 
 REUSE_KEY = "kvloop:reuse"
 """Fleet-wide switch: the value ``off`` stops reuse, anything else or no key allows it."""
 
-_KEPT_PER_CONVERSATION = 8
-"""Parallel branches of one conversation worth remembering; fewer would forget sub-agents."""
+_KEPT_PER_CONVERSATION = 16
+"""Parallel branches of one conversation worth remembering, each with its mark; fewer would forget
+sub-agents."""
 _KEPT_PER_ANCHOR = 256
 """Conversations found by the same prefix. A shared system prompt with short questions gives many,
 and what falls off the list is lost to its owner while decode still keeps it. 32 bytes each."""
@@ -41,50 +46,112 @@ _PAUSE_AFTER_FAILURE = 1.0
 """Seconds during which Redis is not asked again, so that an outage costs one turn the timeout and
 not every turn."""
 
+_RUN_ID_LENGTH = 40
+
+# Every record begins with the id of the server process that wrote it, and counts only there. A
+# replica that takes over, or a server that restarts from disk, may lack the last second: a claim
+# of that second is undone with it, and a handle that has been read would be found again. A second
+# read answers 200 with whatever lies in the freed blocks, so what was written before the change is
+# void; its blocks are left to their lease, because a release could meet a read that goes on.
+# Where INFO is forbidden this protection is off.
+_HERE = """
+local info = redis.pcall('INFO', 'server')
+local here = type(info) == 'string' and string.match(info, 'run_id:(%x+)')
+if not here or #here ~= 40 then here = string.rep('0', 40) end
+"""
+
 # Reads, claims nothing: several turns may see one holding, and only one will claim it. Ids whose
 # holding is gone (claimed or expired) are dropped on the way, or a busy list would fill with them.
-_FIND_BY_CONVERSATION = """
+_FIND_BY_CONVERSATION = (
+    _HERE
+    + """
 local found = {}
 for _, id in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
   local record = redis.call('GET', ARGV[1] .. id)
-  if record then
+  if record and string.sub(record, 1, 40) == here then
     found[#found + 1] = id
-    found[#found + 1] = record
+    found[#found + 1] = string.sub(record, 41)
   else
     redis.call('LREM', KEYS[1], 0, id)
   end
 end
 return found
 """
+)
 
 # The prompt's digests come as one argument: a key for each of thousands of spans would cost the
 # client more than the search costs the server. All keys are in the scope's slot, as KEYS[1] is.
-# Lists go newest first; of the longest shared prefix the newest live holding is taken.
-_FIND_BY_PREFIX = """
+# Lists go newest first; of the longest shared prefix the newest live holding is taken, and a mark
+# only where there is no holding at all.
+_FIND_BY_PREFIX = (
+    _HERE
+    + """
 local prefix, size, digests = KEYS[1], tonumber(ARGV[2]), ARGV[3]
+local mark = {}
 for last = #digests, size, -size do
   local key = prefix .. string.sub(digests, last - size + 1, last)
   if redis.call('EXISTS', key) == 1 then
     for _, id in ipairs(redis.call('LRANGE', key, 0, -1)) do
       local record = redis.call('GET', ARGV[1] .. id)
-      if record then return {id, record} end
+      if record and string.sub(record, 1, 40) == here then
+        if string.sub(id, -1) ~= ARGV[4] then return {id, string.sub(record, 41)} end
+        if not mark[1] then mark = {id, string.sub(record, 41)} end
+      end
     end
   end
 end
-return {}
+return mark
 """
+)
 
 # One script, so that no reader sees an index entry without its holding or the reverse.
-_COMMIT = """
-local ttl = tonumber(ARGV[2])
-redis.call('SET', ARGV[1], ARGV[4], 'PX', ttl)
+# The mark is indexed behind its holding and under the longest prefix only: under a shorter, shared
+# one it would stand before the holdings of others.
+_COMMIT = (
+    _HERE
+    + """
+local ttl, marked = tonumber(ARGV[2]), tonumber(ARGV[6])
+redis.call('SET', ARGV[1], here .. ARGV[4], 'PX', ttl)
+if marked > 0 then redis.call('SET', ARGV[1] .. ARGV[7], here .. ARGV[8], 'PX', marked) end
 for position, key in ipairs(KEYS) do
+  local keep = ttl
+  if marked > 0 and position == 1 then
+    redis.call('LPUSH', key, ARGV[3] .. ARGV[7])
+    keep = math.max(ttl, marked)
+  end
   redis.call('LPUSH', key, ARGV[3])
-  redis.call('LTRIM', key, 0, tonumber(ARGV[4 + position]) - 1)
-  if redis.call('PTTL', key) < ttl then redis.call('PEXPIRE', key, ttl) end
+  redis.call('LTRIM', key, 0, tonumber(ARGV[5]) - 1)
+  if redis.call('PTTL', key) < keep then redis.call('PEXPIRE', key, keep) end
 end
 return 1
 """
+)
+
+# DEL answers how many keys it removed: of all turns and proxies that saw the holding one gets 1.
+_CLAIM = (
+    _HERE
+    + """
+if redis.call('GETRANGE', KEYS[1], 0, 39) ~= here then return 0 end
+redis.call('UNLINK', KEYS[1] .. ARGV[1])
+return redis.call('DEL', KEYS[1])
+"""
+)
+
+# As exclusive as the claim: of all that evict or claim a holding one gets it.
+_EVICT = (
+    _HERE
+    + """
+if redis.call('GETRANGE', KEYS[1], 0, 39) ~= here then return false end
+return string.sub(redis.call('GETDEL', KEYS[1]), 41)
+"""
+)
+
+_REMARK = (
+    _HERE
+    + """
+return redis.call('SET', KEYS[1], here .. ARGV[1], 'XX', 'KEEPTTL')
+"""
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +176,15 @@ class SessionTable:
             retry=Retry(NoBackoff(), 0),
             max_connections=4096,
         )
+        self._link = RedisLink(url, timeout_seconds=timeout_seconds)
         self._clock = clock
         self._paused_until = 0.0
-        self._find_by_conversation = self._redis.register_script(_FIND_BY_CONVERSATION)
-        self._find_by_prefix = self._redis.register_script(_FIND_BY_PREFIX)
-        self._commit = self._redis.register_script(_COMMIT)
+        self._find_by_conversation = self._link.register_script(_FIND_BY_CONVERSATION)
+        self._find_by_prefix = self._link.register_script(_FIND_BY_PREFIX)
+        self._commit = self._link.register_script(_COMMIT)
+        self._claim = self._link.register_script(_CLAIM)
+        self._evict = self._link.register_script(_EVICT)
+        self._remark = self._link.register_script(_REMARK)
 
     async def find(self, identity: Identity, prompt: PromptTokens) -> list[Holding]:
         """Holdings that may serve this prompt, newest first. Nothing is claimed yet."""
@@ -131,7 +202,7 @@ class SessionTable:
                 return []
             reply = await self._guard(
                 lambda: self._find_by_prefix(
-                    keys=[scope + b"a:"], args=[scope + b"h:", DIGEST_BYTES, digests]
+                    keys=[scope + b"a:"], args=[scope + b"h:", DIGEST_BYTES, digests, MARK]
                 )
             )
         pairs = zip(reply[::2], reply[1::2], strict=True)
@@ -140,14 +211,45 @@ class SessionTable:
     async def claim(self, identity: Identity, holding: Holding) -> bool:
         """Take the holding out of the table. True for exactly one caller, ever.
 
-        DEL answers how many keys it removed, so of all turns and proxies that saw the holding one
-        gets 1. A handle is good for a single read on decode: it is never put back.
+        A handle is good for a single read on decode: it is never put back.
         """
         key = _scope_prefix(identity) + b"h:" + holding.id.encode()
-        return bool(await self._guard(lambda: self._redis.delete(key)))
+        # The mark goes too: the turn that it waited for has come.
+        return bool(await self._guard(lambda: self._claim(keys=[key], args=[MARK])))
 
-    async def commit(self, identity: Identity, holding: Holding, *, ttl_seconds: float) -> bool:
-        """Make a holding findable until its blocks expire.
+    async def evict(self, scope: str, id: str, why: Reason | None) -> Holding | None:
+        """Take a holding out because nobody shall use it; None if somebody has claimed it.
+
+        ``scope`` is the identity's in hex. The holding's mark, if it has one, then says ``why``;
+        with None it goes too.
+        """
+        key = b"kvloop:{" + scope.encode() + b"}:h:" + id.encode()
+        record = await self._guard(lambda: self._evict(keys=[key]))
+        holding = decode(id, record) if record else None
+        if why is None:
+            await self._guard(lambda: self._redis.unlink(key + MARK.encode()))
+        elif holding is not None:
+            mark = encode(mark_of(holding, why))
+            await self._guard(lambda: self._remark(keys=[key + MARK.encode()], args=[mark]))
+        return holding
+
+    async def remaining(self, identity: Identity, holdings: Sequence[Holding]) -> list[float]:
+        """Seconds for which each holding may still be claimed; 0 for one that is gone."""
+        scope = _scope_prefix(identity)
+        batch = self._redis.pipeline(transaction=False)
+        for holding in holdings:
+            batch.pttl(scope + b"h:" + holding.id.encode())
+        return [max(0, left) / 1000 for left in await self._guard(batch.execute)]
+
+    async def commit(
+        self,
+        identity: Identity,
+        holding: Holding,
+        *,
+        ttl_seconds: float,
+        mark_seconds: float = 0.0,
+    ) -> bool:
+        """Make a holding findable until its blocks expire, and its mark for ``mark_seconds``.
 
         False when nothing could ever find it: no conversation was named and the tokens do not fill
         one span. The caller then releases the blocks.
@@ -155,10 +257,10 @@ class SessionTable:
         scope = _scope_prefix(identity)
         if identity.conversation:
             keys = [scope + b"c:" + identity.conversation.hex().encode()]
-            limits = [_KEPT_PER_CONVERSATION]
+            limit = _KEPT_PER_CONVERSATION
         else:
             keys = [scope + b"a:" + digest for digest in anchors(holding.fingerprint)]
-            limits = [_KEPT_PER_ANCHOR] * len(keys)
+            limit = _KEPT_PER_ANCHOR
         if not keys:
             return False
         await self._guard(
@@ -169,7 +271,10 @@ class SessionTable:
                     max(1, int(ttl_seconds * 1000)),
                     holding.id,
                     encode(holding),
-                    *limits,
+                    limit,
+                    int(mark_seconds * 1000),
+                    MARK,
+                    encode(mark_of(holding, Reason.LEASE_EXPIRED)),
                 ],
             )
         )
@@ -195,6 +300,14 @@ class SessionTable:
         else:
             await self._guard(lambda: self._redis.set(REUSE_KEY, "off"))
 
+    async def run(self, script: Any, *, keys: list[str], args: list[Any]) -> Any:
+        """Run a script that ``script()`` made, under the same rules as everything here."""
+        return await self._guard(lambda: script(keys=keys, args=args))
+
+    def script(self, text: str) -> Any:
+        """Register a Lua script."""
+        return self._link.register_script(text)
+
     async def ping(self) -> bool:
         try:
             return bool(await self._redis.ping())
@@ -202,6 +315,7 @@ class SessionTable:
             return False
 
     async def close(self) -> None:
+        await self._link.close()
         await self._redis.aclose()
 
     async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -224,6 +338,11 @@ def _never_arrived(error: BaseException) -> bool:
     return isinstance(error, ResponseError) or isinstance(
         error.__context__, (ConnectionRefusedError, FileNotFoundError)
     )
+
+
+def stored_record(value: bytes) -> bytes:
+    """The record in the value of an ``h:`` key, for ``holding.decode``."""
+    return value[_RUN_ID_LENGTH:]
 
 
 def new_holding_id() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from proxy import log
+from proxy.tasks import end
 
 _CLOSE_SECONDS = 5.0
 
@@ -47,6 +48,4 @@ class Background:
         self._closing.set()
         if self.tasks:
             await asyncio.wait(self.tasks, timeout=_CLOSE_SECONDS)
-        for task in list(self.tasks):
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await end(list(self.tasks))

@@ -7,6 +7,7 @@ from typing import Any
 
 from proxy import log
 from proxy.metrics import Metrics
+from proxy.recent import RecentTurns
 from proxy.turn.cold_estimate import ColdEstimate
 from proxy.turn.plan import ColdPrefill, PrefillWithPull
 from proxy.turn.record import Turn
@@ -15,8 +16,9 @@ from proxy.turn.record import Turn
 class Books:
     """Takes each turn when it is over."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, recent: RecentTurns) -> None:
         self._metrics = metrics
+        self._recent = recent
         self._estimate = ColdEstimate()
 
     def close(self, turn: Turn, outcome: str) -> None:
@@ -24,7 +26,9 @@ class Books:
         total = time.monotonic() - turn.started
         cold = self._estimated_cold(turn)
         self._count(turn, outcome, total)
-        log.event("turn", **_story(turn, outcome, total, cold))
+        story = _story(turn, outcome, total, cold)
+        log.event("turn", **story)
+        self._recent.add(story, time.time())
 
     def _estimated_cold(self, turn: Turn) -> float | None:
         """Seconds that the prefill leg would have taken cold; learns from those that were."""
@@ -103,6 +107,10 @@ def _story(turn: Turn, outcome: str, total: float, cold: float | None) -> dict[s
         "decode": turn.decode_worker,
         "attempts": turn.attempts,
         "kept": turn.kept,
+        "kept_tokens": turn.kept_tokens,
+        "kept_seconds": turn.kept_seconds if turn.holding_left else None,
+        "holding_used": turn.holding_used,
+        "holding_left": turn.holding_left,
         "ttft_ms": _ms(turn.ttft),
         "total_ms": _ms(total),
         "legs_ms": {leg: _ms(seconds) for leg, seconds in turn.legs.items()},

@@ -16,6 +16,8 @@ import time
 from proxy import log
 from proxy.errors import NoWorker, WorkerError, WorkerRefused
 from proxy.metrics import Metrics
+from proxy.recent import RecentTurns
+from proxy.session.ledger import Ledger
 from proxy.session.table import SessionTable
 from proxy.settings import Settings
 from proxy.turn.admission import Admission, RetryBudget
@@ -29,6 +31,7 @@ from proxy.turn.prefill_leg import PrefillLeg
 from proxy.turn.reasons import Reason
 from proxy.turn.record import Prompt, Sink, Turn
 from proxy.turn.releases import Releases
+from proxy.turn.retaining import Retention
 from proxy.workers.client import WorkerClient
 from proxy.workers.pool import Pool, Role, Worker
 from proxy.workers.verdicts import Verdicts
@@ -44,11 +47,15 @@ class Conductor:
         pool: Pool,
         client: WorkerClient,
         table: SessionTable,
+        ledger: Ledger,
         metrics: Metrics,
     ) -> None:
         self.background = Background()
         verdicts = Verdicts(settings)
         self.releases = Releases(settings, pool, client, metrics, self.background, verdicts)
+        self.retention = Retention(
+            settings, pool, table, ledger, metrics, self.background, self.releases
+        )
         self._parts = Parts(
             settings=settings,
             pool=pool,
@@ -58,13 +65,15 @@ class Conductor:
             background=self.background,
             verdicts=verdicts,
             releases=self.releases,
+            retention=self.retention,
             retries=RetryBudget(settings.retry_share),
             reuse_on=settings.reuse_enabled,
         )
         self._lookup = Lookup(self._parts)
         self._prefill = PrefillLeg(self._parts)
         self._decode = DecodeLeg(self._parts)
-        self._books = Books(metrics)
+        self.recent = RecentTurns(settings.recent_turns)
+        self._books = Books(metrics, self.recent)
         self.admission = Admission(
             metrics,
             max_in_flight=settings.max_in_flight,
@@ -99,6 +108,7 @@ class Conductor:
                 if turn.claimed is not None:
                     self._parts.releases.later(turn.model, turn.claimed)
                     turn.claimed = None
+                self.retention.turn_over(turn)
 
     async def _perform(self, turn: Turn, sink: Sink) -> None:
         turn.stage = "tokenise"

@@ -47,11 +47,15 @@ class DecodeLeg:
         sink: Sink,
     ) -> None:
         keep = handle is not None and prompt is not None and self._parts.reuse_on
+        lease = 0.0
+        if keep and prompt is not None:
+            lease = self._parts.retention.lease(turn)
+            self._parts.retention.decode_begins(turn, worker, len(prompt.tokens))
         body = turn.dialect.decode_body(
             turn.body,
             handle,
             ids_json=prompt.json if prompt else None,
-            keep=keep,
+            lease_seconds=lease,
             ask_ids=worker.plugin is not True,
             caller=turn.caller,
             worker=worker.name,
@@ -124,8 +128,22 @@ class DecodeLeg:
         dialect = turn.dialect
         splitter = EventSplitter()
         held: list[bytes] = []
-        begun = kept = False
+        begun = kept = over = False
         sent = time.monotonic()
+
+        def relayed(data: bytes) -> bool:
+            """Plain content goes straight to the client; all else takes the way below."""
+            if (
+                not begun
+                or not splitter.whole(data)
+                or dialect.may_end(data)
+                or dialect.reports_error(data)
+                or not sink.offer(data)
+            ):
+                return False
+            turn.next_content()
+            return True
+
         try:
             async with self._parts.client.stream(
                 worker,
@@ -137,7 +155,9 @@ class DecodeLeg:
                 timeout = settings.first_byte_timeout_seconds
                 try:
                     while True:
-                        data = await self._parts.client.read_some(worker, response, timeout=timeout)
+                        data = await self._parts.client.read_some(
+                            worker, response, timeout=timeout, through=relayed
+                        )
                         block = splitter.feed(data) if data else splitter.flush()
                         if block:
                             if begun and not block.startswith(dialect.last_events):
@@ -151,7 +171,7 @@ class DecodeLeg:
                                 turn.legs["decode"] = time.monotonic() - sent
                                 turn.first_content()
                                 await sink.begin(
-                                    response.headers.get("Content-Type", "text/event-stream"),
+                                    response.content_type or "text/event-stream",
                                     turn.headers(),
                                 )
                                 begun = True
@@ -169,8 +189,14 @@ class DecodeLeg:
                                     "stream_error", request=turn.request_id, worker=worker.name
                                 )
                             if block:
-                                await sink.write(block)
-                        if not data:
+                                # Its end goes along with the last piece, if it has come too.
+                                over = (
+                                    kept
+                                    and not splitter.pending
+                                    and self._parts.client.ended(response)
+                                )
+                                await sink.write(block, last=over)
+                        if not data or over:
                             break
                 except asyncio.CancelledError:
                     if not kept and (rest := self._parts.client.arrived(response)):
@@ -190,7 +216,8 @@ class DecodeLeg:
             turn.kept = "stream_error"
             # Status 200 is out: say it in the stream, as vLLM itself does.
             await sink.write(dialect.broken_stream())
-        await sink.write(b"", last=True)
+        if not over:
+            await sink.write(b"", last=True)
 
     def _handed_over(self, turn: Turn, worker: Worker) -> None:
         if not turn.handed_over:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 from proxy import log
@@ -13,6 +15,7 @@ from proxy.turn import wire
 from proxy.turn.parts import Parts
 from proxy.turn.reasons import Reason
 from proxy.turn.record import Turn
+from proxy.turn.retaining import MARK_SECONDS
 from proxy.workers.pool import Worker
 
 
@@ -55,39 +58,56 @@ class Keeping:
         if absent is not None:
             if handle is not None:
                 self._parts.releases.later(turn.model, holding_of(worker, None, handle))
-            tombstone = Holding(
-                new_holding_id(), worker.name, worker.epoch, prompt.fingerprint, None, absent
-            )
+            tombstone = holding_of(worker, prompt.fingerprint, None)
             turn.kept = absent
-            await self._store(turn, tombstone)
+            await self._store(turn, worker, replace(tombstone, absent=absent))
             return
         assert handle is not None
         worker.handle_seen(str(handle["remote_engine_id"]))
         holding = holding_of(worker, fingerprint, handle)
-        stored = await self._store(turn, holding)
+        stored = await self._store(turn, worker, holding)
         if stored is None:
             # The record may appear in the table yet: whoever claims it must find the blocks there.
             turn.kept = "unknown"
             return
         turn.kept = "stored" if stored else "released"
-        if not stored:
+        if stored:
+            turn.holding_left = holding.id
+            turn.kept_tokens = holding.fingerprint.token_count
+        else:
             self._parts.releases.later(turn.model, holding)
 
-    async def _store(self, turn: Turn, holding: Holding) -> bool | None:
+    async def _store(self, turn: Turn, worker: Worker, holding: Holding) -> bool | None:
         """Was it stored? None when nobody can tell."""
-        settings = self._parts.settings
-        ttl = settings.session_ttl_seconds
+        settings, retention = self._parts.settings, self._parts.retention
+        ttl, pinned = settings.session_ttl_seconds, settings.decode_kv_ttl_seconds
         granted = holding.handle.get("kvloop_lease_seconds") if holding.handle else None
         if isinstance(granted, (int, float)) and granted > 0:
-            ttl = min(ttl, granted - settings.expiry_margin_seconds)
+            pinned = min(pinned, granted)
+            ttl = min(ttl, pinned - settings.expiry_margin_seconds)
+        turn.kept_seconds = ttl
+        holding = replace(holding, kept_at=time.time(), group=retention.group(turn))
+        retention.turn_kept(turn)
         stored: bool | None = False
-        if ttl > 0:
-            try:
+        mark = 0.0
+        entered = None
+        if ttl > 0 and holding.handle is not None:
+            mark = max(ttl, MARK_SECONDS)
+            entered = retention.ended(
+                turn, worker, holding, usable_seconds=ttl, pinned_seconds=pinned
+            )
+        try:
+            if ttl > 0:
                 with self._parts.table_operation("commit"):
-                    stored = await self._parts.table.commit(turn.identity, holding, ttl_seconds=ttl)
-            except TableUnavailable as error:
-                log.event("commit_failed", request=turn.request_id, error=str(error))
-                stored = False if error.certain else None
+                    stored = await self._parts.table.commit(
+                        turn.identity, holding, ttl_seconds=ttl, mark_seconds=mark
+                    )
+        except TableUnavailable as error:
+            log.event("commit_failed", request=turn.request_id, error=str(error))
+            stored = False if error.certain else None
+        finally:
+            if entered is not None:  # never left waiting: it would hold back the ledger
+                entered.set_result(stored)
         if holding.handle is not None:
             self._parts.metrics.commits.labels("stored" if stored else "not_stored").inc()
         else:
@@ -101,6 +121,6 @@ class Keeping:
             await self._parts.releases.send(turn.model, holding_of(worker, None, handle))
 
 
-def holding_of(worker: Worker, fingerprint: Any, handle: dict[str, Any]) -> Holding:
+def holding_of(worker: Worker, fingerprint: Any, handle: dict[str, Any] | None) -> Holding:
     """A new record of what ``worker`` holds."""
     return Holding(new_holding_id(), worker.name, worker.epoch, fingerprint, handle)

@@ -104,6 +104,7 @@ class Lookup:
         holding = match.holding if match else None
         if holding is not None and holding.handle is not None:
             turn.claimed = holding
+            turn.holding_used = holding.id
             assert match is not None
             turn.mismatched_tokens = holding.fingerprint.token_count - match.common
         plan = plan_turn(
@@ -151,6 +152,7 @@ class Lookup:
         if not won:
             self._parts.metrics.claims_lost.inc()
             return None, Reason.CLAIM_LOST
+        self._parts.retention.came(turn, match.holding)
         return match, Reason.NEW_SESSION
 
     async def _release_if_won(
@@ -161,6 +163,7 @@ class Lookup:
         except TableUnavailable:
             return
         if won and holding.handle is not None:
+            self._parts.retention.gone(holding)
             await self._parts.releases.send(turn.model, holding)
 
 

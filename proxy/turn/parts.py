@@ -14,6 +14,7 @@ from proxy.settings import Settings
 from proxy.turn.admission import RetryBudget
 from proxy.turn.background import Background
 from proxy.turn.releases import Releases
+from proxy.turn.retaining import Retention
 from proxy.workers.client import WorkerClient
 from proxy.workers.pool import Pool, Worker
 from proxy.workers.verdicts import Verdicts
@@ -31,6 +32,7 @@ class Parts:
     background: Background
     verdicts: Verdicts
     releases: Releases
+    retention: Retention
     retries: RetryBudget
     reuse_on: bool
     """May change at any time (``proxy/switch.py``)."""

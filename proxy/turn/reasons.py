@@ -20,7 +20,7 @@ class Reason(StrEnum):
 
     # Nothing to reuse.
     NEW_SESSION = "new_session"
-    """No stored handle for this conversation or token prefix (first turn, expired, or in use)."""
+    """No stored handle for this conversation or token prefix (first turn, long ago, or in use)."""
     HISTORY_DIVERGED = "history_diverged"
     """A handle was found, but too few leading tokens are equal; it was released."""
     BELOW_THRESHOLD = "below_threshold"
@@ -33,6 +33,10 @@ class Reason(StrEnum):
     """The last turn was streamed by a decode worker without the kvloop plugin."""
     PIN_REFUSED = "pin_refused"
     """Decode would not keep the last turn's blocks: its share for retained KV is full."""
+    EVICTED = "evicted"
+    """What decode kept was given up for something likelier to be used: the retention budget."""
+    LEASE_EXPIRED = "lease_expired"
+    """The turn came later than decode was asked to keep the blocks."""
     TOKENS_UNKNOWN = "tokens_unknown"
     """The last turn's handle came without token ids that account for its KV."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from proxy.dialects.chat import CHAT
 from proxy.session.fingerprint import PromptTokens
 from proxy.session.holding import Holding
 from proxy.session.identity import NOBODY, Caller, Identity
+from proxy.session.ledger import Place
 from proxy.turn.plan import DecodeOnly, PrefillWithPull, TurnPlan
 from proxy.turn.reasons import Reason
 
@@ -23,6 +25,19 @@ class Sink(Protocol):
     async def begin(self, content_type: str, headers: dict[str, str]) -> None: ...
 
     async def write(self, data: bytes, *, last: bool = False) -> None: ...
+
+    def offer(self, data: bytes) -> bool:
+        """Write at once if that needs no waiting; was it written?"""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Room that was reserved in a ledger; ``entering`` is the call that does it."""
+
+    place: Place
+    id: str
+    entering: asyncio.Task[None]
 
 
 @dataclass(slots=True)
@@ -53,8 +68,19 @@ class Turn:
     attempts: int = 0
     ttft: float | None = None
     kept: str = ""
+    holding_used: str = ""
+    """Id of the holding that was claimed: the turn that left it is the one before this."""
+    holding_left: str = ""
+    """Id of the holding that this turn left for the next."""
+    kept_tokens: int = 0
+    kept_seconds: float = 0.0
     claimed: Holding | None = None
     """A holding taken out of the table that prefill has neither pulled nor released yet."""
+    taken: Holding | None = None
+    """The same, until its entry in the ledger is removed."""
+    continues: bool = False
+    """Was anything found of an earlier turn of its conversation?"""
+    reservation: Reservation | None = None
     handed_over: bool = True
     """False between prefill's answer and decode's first sign of life."""
     legs: dict[str, float] = field(default_factory=dict)
@@ -75,7 +101,7 @@ class Turn:
     @property
     def returning(self) -> bool:
         """Does the prompt hold an earlier answer, so that there was something to keep?"""
-        messages = self.body.get("messages")
+        messages = self.body.get("messages", self.body.get("input"))
         return isinstance(messages, list) and any(
             isinstance(each, dict) and each.get("role") == "assistant" for each in messages
         )

@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 
 from proxy import log
-from proxy.errors import WorkerError
+from proxy.errors import WorkerError, WorkerFailed
 from proxy.metrics import Metrics
 from proxy.session.holding import Holding
 from proxy.settings import Settings
 from proxy.turn import wire
 from proxy.turn.background import Background
-from proxy.workers.client import WorkerClient
+from proxy.workers.client import WorkerClient, refused_connection
 from proxy.workers.pool import Pool, Role
 from proxy.workers.verdicts import Verdicts
 
 _TIMEOUT = 30.0
+_NOBODY = "no_prefill_worker"
 ABORT_SETTLES = 1.0
 """Seconds between closing a prefill leg's connection and releasing its handle: vLLM must have
 aborted the request, or it could still be reading the blocks that decode frees."""
@@ -50,13 +51,26 @@ class Releases:
     ) -> None:
         """Have a prefill worker tell decode that the blocks are free."""
         await self._background.pause(pause)
-        result = "no_prefill_worker"
-        worker = self._pool.choose(Role.PREFILL, avoid=[avoid])
-        if worker is None or not worker.pulls_allowed(time.monotonic()):
+        result = await self._sent(model, holding, avoid)
+        if result == _NOBODY:
             # Nobody can carry it now; the pin outlives most pauses.
             await self._background.pause(self._settings.pull_pause_seconds)
-            worker = self._pool.choose(Role.PREFILL, avoid=[avoid])
-        if worker is not None and worker.pulls_allowed(time.monotonic()):
+            result = await self._sent(model, holding, avoid)
+        self._metrics.releases.labels(result).inc()
+
+    async def _sent(self, model: str, holding: Holding, avoid: str) -> str:
+        """Ask one prefill worker after the other until one has taken it; what came of it.
+
+        Only a worker that certainly did nothing is followed by another: to decode a second
+        notification for the same blocks looks like a read of blocks that it has freed.
+        """
+        tried: list[str] = []
+        while True:
+            now = time.monotonic()
+            paused = [each.name for each in self._pool.workers if not each.pulls_allowed(now)]
+            worker = self._pool.choose(Role.PREFILL, avoid=[avoid, *paused, *tried])
+            if worker is None or worker.name in paused or worker.name in tried:
+                return _NOBODY
             try:
                 await self._client.call(
                     worker,
@@ -64,10 +78,12 @@ class Releases:
                     wire.release_body(model, holding),
                     timeout=_TIMEOUT,
                 )
-                result = "sent"
-                worker.pull_succeeded()
             except WorkerError as error:
-                result = "failed"
                 self._verdicts.pull_failed(worker)
                 log.event("release_failed", holding=holding.id, error=str(error))
-        self._metrics.releases.labels(result).inc()
+                if not isinstance(error, WorkerFailed) and not refused_connection(error):
+                    return "failed"
+                tried.append(worker.name)
+            else:
+                worker.pull_succeeded()
+                return "sent"

@@ -134,15 +134,16 @@ def decode_leg(
     prefill_handle: Mapping[str, Any] | None,
     *,
     ids_json: bytes | None,
-    keep: bool,
+    lease_seconds: float,
     ask_ids: bool = True,
 ) -> dict[str, Any]:
     """Decode leg: the client's request with prefill's handle.
 
     ``prefill_handle`` is passed on whole (0.32.0 corrects ``cached_tokens`` from an unknown-looking
     field in it). None: decode does everything, and the field is left out, because on a
-    bidirectional worker an object with neither flag set pins its blocks for ever. ``keep`` False
-    asks a worker with our connector to retain nothing. ``ask_ids``: have the worker put token ids
+    bidirectional worker an object with neither flag set pins its blocks for ever.
+    ``lease_seconds`` tells a worker with our connector how long to retain the blocks; 0 asks it to
+    retain nothing. ``ask_ids``: have the worker put token ids
     into a non-streamed answer; a worker with our plugin reports them anyway.
     """
     leg = client_fields(body)
@@ -150,11 +151,9 @@ def decode_leg(
         transfer: dict[str, Any] = {**prefill_handle, "kvloop": 1}
         if ids_json is not None:
             transfer["prompt_token_ids"] = orjson.Fragment(ids_json)
-        if keep:
-            if ask_ids and not leg.get("stream"):
-                leg["return_token_ids"] = True
-        else:
-            transfer["kvloop_lease_seconds"] = 0
+        transfer["kvloop_lease_seconds"] = lease_seconds
+        if lease_seconds and ask_ids and not leg.get("stream"):
+            leg["return_token_ids"] = True
         leg["kv_transfer_params"] = transfer
     return leg
 

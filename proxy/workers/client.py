@@ -1,29 +1,31 @@
-"""[io] HTTP calls to one worker. Raises the ``WorkerError`` kinds, nothing else.
+"""[io] Calls to one worker. Raises the ``WorkerError`` kinds, nothing else.
 
-Closing the connection is how a request is aborted on vLLM: every path out of here closes it.
+Closing the connection is how a request is aborted on vLLM: every path out of here closes it, unless
+the answer was complete.
 """
 
 from __future__ import annotations
 
-import asyncio
-import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
 import orjson
 from pydantic import SecretStr
 
 from proxy.errors import WorkerFailed, WorkerRefused, WorkerUnreachable
+from proxy.workers.http1 import (
+    Broken,
+    ConnectFailed,
+    Connections,
+    HttpError,
+    Late,
+    Response,
+    Through,
+)
 from proxy.workers.pool import Worker
 
-_KEEPALIVE_SECONDS = 3
-"""Below vLLM's 5 (``VLLM_HTTP_TIMEOUT_KEEP_ALIVE``): the side that closes first must be ours, or a
-request meets a socket the worker is just closing."""
-
-_JSON = {"Content-Type": "application/json"}
-_RETRYABLE = (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError)
+_NO_HEADERS: dict[str, str] = {}
 
 
 class WorkerClient:
@@ -36,31 +38,25 @@ class WorkerClient:
         api_key: SecretStr | None = None,
         ca_file: str | None = None,
     ) -> None:
-        self._connect_timeout = connect_timeout_seconds
-        key = {"Authorization": f"Bearer {api_key.get_secret_value()}"} if api_key else {}
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0,  # the default of 100 would cap concurrent streams
-                keepalive_timeout=_KEEPALIVE_SECONDS,
-                ttl_dns_cache=10,
-                ssl=ssl.create_default_context(cafile=ca_file) if ca_file else True,
-            ),
-            headers=key,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_seconds),
-            skip_auto_headers=("User-Agent", "Accept-Encoding"),
-            trust_env=False,  # worker traffic never goes through a proxy from the environment
+        key = f"authorization: Bearer {api_key.get_secret_value()}\r\n" if api_key else ""
+        self._connections = Connections(
+            connect_timeout=connect_timeout_seconds, fields=key, ca_file=ca_file
         )
 
     async def close(self) -> None:
-        await self._session.close()
+        self._connections.close()
 
     async def get(self, worker: Worker, path: str, *, timeout: float) -> bytes:
-        """Body of a 200. ``WorkerUnreachable`` or ``WorkerFailed`` otherwise."""
-        async with self._open(worker, "GET", path, None, {}, timeout) as response:
-            body = await self._read(worker, response, timeout)
-            if response.status != 200:
-                raise WorkerFailed(worker.name, response.status)
-            return body
+        """Body of a 200, for probes. ``WorkerUnreachable`` or ``WorkerFailed`` otherwise.
+
+        On a connection of its own: whether one is to be had is part of a probe's question.
+        """
+        response, answer = await self._whole(
+            worker, "GET", path, None, _NO_HEADERS, timeout, fresh=True, keep=False
+        )
+        if response.status != 200:
+            raise WorkerFailed(worker.name, response.status)
+        return answer
 
     async def call(
         self,
@@ -77,24 +73,18 @@ class WorkerClient:
         ``repeatable``: the call may reach the worker twice without harm, so a connection that was
         closed under it before a byte came back is answered with one more try on a fresh one.
         """
+        headers = headers or _NO_HEADERS
         try:
-            return await self._call_once(worker, path, body, timeout, headers)
+            response, answer = await self._whole(worker, "POST", path, body, headers, timeout)
         except WorkerUnreachable as error:
-            if not repeatable or not isinstance(error.__cause__, _RETRYABLE):
+            cause = error.__cause__
+            if not repeatable or not isinstance(cause, Broken) or not cause.unanswered:
                 raise
-            return await self._call_once(worker, path, body, timeout, headers)
-
-    async def _call_once(
-        self,
-        worker: Worker,
-        path: str,
-        body: bytes,
-        timeout: float,
-        headers: dict[str, str] | None,
-    ) -> dict[str, Any]:
-        async with self._open(worker, "POST", path, body, headers or {}, timeout) as response:
-            answer = await self._read(worker, response, timeout)
-            await self._check(worker, response, answer)
+            response, answer = await self._whole(
+                worker, "POST", path, body, headers, timeout, fresh=True
+            )
+        if response.status != 200:
+            raise _refusal(worker, response, answer)
         try:
             value = orjson.loads(answer)
         except orjson.JSONDecodeError:
@@ -102,6 +92,31 @@ class WorkerClient:
         if not isinstance(value, dict):
             raise WorkerFailed(worker.name, response.status, "answered no JSON object")
         return value
+
+    async def _whole(
+        self,
+        worker: Worker,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+        timeout: float,
+        fresh: bool = False,
+        keep: bool = True,
+    ) -> tuple[Response, bytes]:
+        connections = self._connections
+        origin = connections.origin(worker.url)
+        head = origin.head(method, path, body, headers)
+        try:
+            response = await connections.request(
+                origin, head, body, whole=True, timeout=timeout, fresh=fresh, keep=keep
+            )
+            try:
+                return response, await response.whole(timeout)
+            finally:
+                response.close()
+        except HttpError as error:
+            raise _unreachable(worker, error, f"no whole answer in {timeout:g} s") from error
 
     @asynccontextmanager
     async def stream(
@@ -112,86 +127,19 @@ class WorkerClient:
         *,
         first_byte_timeout: float,
         headers: dict[str, str] | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[Response]:
         """POST whose 200 answer is read piece by piece; leaving the block closes the connection."""
-        async with self._open(
-            worker, "POST", path, body, headers or {}, first_byte_timeout
+        async with self._opened(
+            worker, "POST", path, body, headers or _NO_HEADERS, first_byte_timeout
         ) as response:
             if response.status != 200:
-                answer = await self._read(worker, response, first_byte_timeout)
-                await self._check(worker, response, answer)
+                late = f"no whole answer in {first_byte_timeout:g} s"
+                try:
+                    answer = await response.whole(first_byte_timeout)
+                except HttpError as error:
+                    raise _unreachable(worker, error, late) from error
+                raise _refusal(worker, response, answer)
             yield response
-
-    async def read_some(
-        self, worker: Worker, response: aiohttp.ClientResponse, *, timeout: float
-    ) -> bytes:
-        """Whatever has arrived, at least one byte; empty at the end of the stream."""
-        try:
-            async with asyncio.timeout(timeout):
-                return await response.content.readany()
-        except TimeoutError as error:
-            raise WorkerUnreachable(
-                worker.name, f"silent for {timeout:g} s", timed_out=True
-            ) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise WorkerUnreachable(worker.name, f"stream broke: {_kind(error)}") from error
-
-    def arrived(self, response: aiohttp.ClientResponse) -> bytes:
-        """What has arrived and was not read yet."""
-        with suppress(aiohttp.ClientError, OSError, RuntimeError):
-            return response.content.read_nowait()
-        return b""
-
-    @asynccontextmanager
-    async def _open(
-        self,
-        worker: Worker,
-        method: str,
-        path: str,
-        body: bytes | None,
-        headers: dict[str, str],
-        timeout: float,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        if body is not None:
-            headers = {**_JSON, **headers}
-        try:
-            async with asyncio.timeout(timeout):
-                response = await self._session.request(
-                    method, worker.url + path, data=body, headers=headers, allow_redirects=False
-                )
-        except TimeoutError as error:
-            connecting = isinstance(error, aiohttp.ClientError)
-            message = "no connection in time" if connecting else f"no answer in {timeout:g} s"
-            raise WorkerUnreachable(worker.name, message, timed_out=not connecting) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise WorkerUnreachable(worker.name, _kind(error)) from error
-        try:
-            yield response
-        finally:
-            if response.content.at_eof():
-                response.release()
-            else:
-                response.close()
-
-    async def _read(
-        self, worker: Worker, response: aiohttp.ClientResponse, timeout: float
-    ) -> bytes:
-        try:
-            async with asyncio.timeout(timeout):
-                return await response.read()
-        except TimeoutError as error:
-            raise WorkerUnreachable(
-                worker.name, f"no whole answer in {timeout:g} s", timed_out=True
-            ) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise WorkerUnreachable(worker.name, _kind(error)) from error
-
-    async def _check(self, worker: Worker, response: aiohttp.ClientResponse, answer: bytes) -> None:
-        if 400 <= response.status < 500:
-            kind = response.headers.get("Content-Type", "application/json")
-            raise WorkerRefused(worker.name, response.status, answer, kind)
-        if response.status != 200:
-            raise WorkerFailed(worker.name, response.status)
 
     @asynccontextmanager
     async def forward(
@@ -206,7 +154,9 @@ class WorkerClient:
     ) -> AsyncIterator[tuple[int, str, Callable[[float], AsyncIterator[bytes]]]]:
         """Any request, any answer below 500: its status, its content type and its body, piece by
         piece, with the longest silence between two pieces as argument."""
-        async with self._open(worker, method, path, body, headers, first_byte_timeout) as response:
+        async with self._opened(
+            worker, method, path, body, headers, first_byte_timeout
+        ) as response:
             if response.status >= 500:
                 raise WorkerFailed(worker.name, response.status)
 
@@ -214,17 +164,78 @@ class WorkerClient:
                 while data := await self.read_some(worker, response, timeout=timeout):
                     yield data
 
-            kind = response.headers.get("Content-Type", "application/json")
-            yield response.status, kind, pieces
+            yield response.status, response.content_type or "application/json", pieces
+
+    @asynccontextmanager
+    async def _opened(
+        self,
+        worker: Worker,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+        timeout: float,
+    ) -> AsyncIterator[Response]:
+        """A response whose status is known."""
+        connections = self._connections
+        origin = connections.origin(worker.url)
+        head = origin.head(method, path, body, headers)
+        response: Response | None = None
+        try:
+            try:
+                response = await connections.request(
+                    origin, head, body, whole=False, timeout=timeout
+                )
+                await response.head(timeout)
+            except HttpError as error:
+                raise _unreachable(worker, error, f"no answer in {timeout:g} s") from error
+            yield response
+        finally:
+            if response is not None:
+                response.close()
+
+    async def read_some(
+        self,
+        worker: Worker,
+        response: Response,
+        *,
+        timeout: float,
+        through: Through | None = None,
+    ) -> bytes:
+        """Whatever has arrived, at least one byte; empty at the end of the stream.
+
+        ``through`` is called with each piece as it comes; what it takes is not returned.
+        """
+        try:
+            return await response.some(timeout, through)
+        except Late as error:
+            raise _unreachable(worker, error, f"silent for {timeout:g} s") from error
+        except HttpError as error:
+            raise WorkerUnreachable(worker.name, f"stream broke: {error}") from error
+
+    def ended(self, response: Response) -> bool:
+        """Has all of the stream arrived and been read?"""
+        return response.ended and not response.unread
+
+    def arrived(self, response: Response) -> bytes:
+        """What has arrived and was not read yet."""
+        return response.arrived()
 
 
 def refused_connection(error: BaseException) -> bool:
     """Did nobody listen at the worker's address?"""
     cause = error.__cause__
-    return isinstance(cause, aiohttp.ClientConnectorError) and isinstance(
-        cause.os_error, ConnectionRefusedError
-    )
+    return isinstance(cause, ConnectFailed) and cause.refused
 
 
-def _kind(error: BaseException) -> str:
-    return type(error).__name__
+def _unreachable(worker: Worker, error: HttpError, late: str) -> WorkerUnreachable:
+    if isinstance(error, Late) and not error.connecting:
+        return WorkerUnreachable(worker.name, late, timed_out=True)
+    return WorkerUnreachable(worker.name, str(error))
+
+
+def _refusal(worker: Worker, response: Response, answer: bytes) -> WorkerRefused | WorkerFailed:
+    if 400 <= response.status < 500:
+        kind = response.content_type or "application/json"
+        return WorkerRefused(worker.name, response.status, answer, kind)
+    return WorkerFailed(worker.name, response.status)

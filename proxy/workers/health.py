@@ -16,6 +16,7 @@ import orjson
 
 from proxy import log
 from proxy.errors import WorkerError
+from proxy.tasks import end
 from proxy.workers.client import WorkerClient, refused_connection
 from proxy.workers.pool import Role, Worker
 
@@ -26,6 +27,7 @@ by the engine id of the next handle."""
 _START_TIME = re.compile(rb"^process_start_time_seconds ([0-9.e+]+)", re.M)
 _CACHE_INFO = re.compile(rb"^vllm:cache_config_info\{([^}]*)\}", re.M)
 _PIN_LIMIT = re.compile(rb"^vllm:kvloop_pin_limit_blocks(?:\{[^}]*\})? ([0-9.e+]+)", re.M)
+_PINNED = re.compile(rb"^vllm:kvloop_pinned_blocks(?:\{[^}]*\})? ([0-9.e+]+)", re.M)
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
 
@@ -37,20 +39,23 @@ class WorkerFacts:
     block_size: int | None
     kv_blocks: int | None
     pin_limit_blocks: int | None = None
+    pinned_blocks: int | None = None
 
 
 def read_facts(metrics: bytes) -> WorkerFacts:
     """Facts from a vLLM ``/metrics`` page."""
     start = _START_TIME.search(metrics)
     info = _CACHE_INFO.search(metrics)
-    # One engine each with data parallelism; the worker's limit is their sum.
+    # One engine each with data parallelism; the worker's numbers are their sums.
     pin_limit = sum(int(float(value)) for value in _PIN_LIMIT.findall(metrics))
+    pinned = [int(float(value)) for value in _PINNED.findall(metrics)]
     labels = dict(_LABEL.findall(info.group(1))) if info else {}
     return WorkerFacts(
         epoch=start.group(1).decode() if start else "",
         block_size=_integer(labels.get(b"block_size")),
         kv_blocks=_integer(labels.get(b"num_gpu_blocks")),
         pin_limit_blocks=pin_limit or None,
+        pinned_blocks=sum(pinned) if pinned else None,
     )
 
 
@@ -63,16 +68,18 @@ class ModelList:
 
     def __init__(self) -> None:
         self._by_worker: dict[str, list[dict[str, Any]]] = {}
+        self._names: set[Any] = set()
 
     def update(self, worker: str, entries: list[dict[str, Any]]) -> None:
         self._by_worker[worker] = entries
+        self._names = {e.get("id") for each in self._by_worker.values() for e in each}
 
     @property
     def known(self) -> bool:
         return bool(self._by_worker)
 
     def serves(self, model: str) -> bool:
-        return any(e.get("id") == model for entries in self._by_worker.values() for e in entries)
+        return model in self._names
 
     def page(self) -> dict[str, Any]:
         merged = {e.get("id"): e for entries in self._by_worker.values() for e in entries}
@@ -99,6 +106,12 @@ class HealthLoop:
         self._timeout = timeout
         self._failures = failures
         self._tasks: list[asyncio.Task[None]] = []
+        self._unasked = len(workers)
+        self._all_asked = asyncio.Event()
+
+    async def first_round(self) -> None:
+        """Return when every worker has been asked once; each question has its time limit."""
+        await self._all_asked.wait()
 
     def start(self) -> None:
         self._tasks = [
@@ -107,15 +120,17 @@ class HealthLoop:
         ]
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
 
     async def _watch(self, worker: Worker) -> None:
         probes = 0
         while True:
             await self.probe(worker, facts=probes % _FACTS_EVERY == 0)
             probes += 1
+            if probes == 1:
+                self._unasked -= 1
+                if not self._unasked:
+                    self._all_asked.set()
             await asyncio.sleep(self._interval)
 
     async def probe(self, worker: Worker, *, facts: bool) -> None:
@@ -147,6 +162,8 @@ class HealthLoop:
         worker.block_size = facts.block_size
         worker.kv_blocks = facts.kv_blocks
         worker.pin_limit_blocks = facts.pin_limit_blocks
+        worker.pinned_blocks = facts.pinned_blocks
+        worker.facts_read += 1
         if worker.role is Role.DECODE:
             page = orjson.loads(await self._client.get(worker, "/v1/models", timeout=self._timeout))
             if isinstance(page, dict) and isinstance(page.get("data"), list):

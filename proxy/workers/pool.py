@@ -35,6 +35,10 @@ class Worker:
     kv_blocks: int | None = None
     pin_limit_blocks: int | None = None
     """Most blocks its connector pins; None without our connector."""
+    pinned_blocks: int | None = None
+    """Blocks that its connector pinned when it was last asked; None without our connector."""
+    facts_read: int = 0
+    """How often it has been asked."""
     outstanding: int = 0
     """Turns sent and not yet finished, by this proxy."""
     render: bool | None = None
@@ -134,7 +138,7 @@ class Pool:
     def __init__(self, workers: Iterable[Worker]) -> None:
         self.workers = list(workers)
         self._by_name = {worker.name: worker for worker in self.workers}
-        self._turns = dict.fromkeys(Role, 0)
+        self._chosen = dict.fromkeys(Role, 0)
 
     def choose(
         self, role: Role, *, avoid: Iterable[str] = (), now: float | None = None
@@ -152,10 +156,8 @@ class Pool:
             candidates = [each for each in candidates if each.in_favour(now)] or candidates
         if not candidates:
             return None
-        # One count for each role: a turn chooses both, and a shared count would always land on
-        # the same of two.
-        self._turns[role] += 1
-        offset = self._turns[role] % len(candidates)
+        self._chosen[role] += 1
+        offset = self._chosen[role] % len(candidates)
         rotated = candidates[offset:] + candidates[:offset]
         best = min(rotated, key=lambda each: each.outstanding)
         if now is not None:

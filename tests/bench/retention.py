@@ -1,10 +1,11 @@
-"""``make bench-retention``: which handles to keep, replayed on synthetic traces.
+"""``make bench-retention``: which handles to keep, replayed on synthetic or recorded traces.
 
-Agents (seconds between turns), chats (about a minute) and one-shot requests share one decode worker
-with a limited number of retained blocks. Compared: worth by observed gaps, plain LRU, fixed TTL.
+Synthetic: agents (seconds between turns), chats (about a minute) and one-shot requests share one
+decode worker with a limited number of retained blocks. Recorded (``--trace FILE``): anything that
+``kvloop advise`` reads, our own turn log among it. Compared: worth by observed gaps, as the proxy
+does it (its sample of the ledger included), plain LRU, fixed TTL.
 
-Gaps are observed for handles given up early too: a proxy must leave a mark for those in the table,
-or what it evicts looks as if it never came back.
+Gaps are observed for handles given up early too, as the marks in the session table allow.
 """
 
 from __future__ import annotations
@@ -12,32 +13,40 @@ from __future__ import annotations
 import argparse
 import heapq
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from proxy.retention import ReturnTimes, worth
+from kvloop.advise import logs
+from proxy.retention import Entry, Groups, by_worth
+from proxy.session.ledger import SAMPLE
 
 BLOCK = 16
 TTL = 480.0
+SHORTEST = 15.0
 KINDS = {"agent": (4.0, 12), "chat": (60.0, 5), "one-shot": (0.0, 1)}
 """Kind -> (mean seconds between turns, mean turns)."""
 
 
-@dataclass(slots=True)
-class Kept:
-    """One retained handle."""
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One turn. ``shared``: tokens of it that its session's last turn left behind."""
 
+    start: float
+    end: float
+    session: str
     tenant: str
     turn: int
     tokens: int
-    since: float
+    shared: int
 
     @property
-    def blocks(self) -> int:
-        return -(-self.tokens // BLOCK)
+    def group(self) -> str:
+        return f"{self.tenant}-{self.turn > 0}"
 
 
-def trace(sessions: int, seed: int) -> list[tuple[float, int, str, int, int]]:
-    """(time, session, tenant, turn, tokens) in order of time."""
+def synthetic(sessions: int, seed: int) -> list[Event]:
+    """Turns in order of time."""
     rng = random.Random(seed)
     events = []
     for session in range(sessions):
@@ -46,69 +55,89 @@ def trace(sessions: int, seed: int) -> list[tuple[float, int, str, int, int]]:
         count = 1 if turns == 1 else 1 + int(rng.expovariate(1 / (turns - 1)))
         time, tokens = rng.uniform(0, 3600), 0
         for turn in range(count):
+            shared = tokens
             tokens += rng.randint(200, 1500)
-            events.append((time, session, tenant, turn, tokens))
+            events.append(Event(time, time, str(session), tenant, turn, tokens, shared))
             time += rng.lognormvariate(0, 0.8) * gap
-    return sorted(events)
+    return sorted(events, key=lambda event: event.start)
+
+
+def recorded(file: Path) -> list[Event]:
+    """A log's turns. It names no tenants: their conversations count as one group."""
+    traffic = logs.read(file.read_text().splitlines())
+    if not traffic.timed:
+        raise SystemExit(f"{file}: the trace has no times, and nothing can be said without gaps")
+    return [
+        Event(
+            follow.turn.start,
+            follow.turn.end,
+            follow.turn.session,
+            "",
+            follow.number - 1,
+            follow.turn.prompt + follow.turn.output,
+            follow.shared,
+        )
+        for follow in traffic.follows()
+    ]
 
 
 def replay(
-    events: list[tuple[float, int, str, int, int]], policy: str, limit: int
+    events: Sequence[Event], policy: str, limit: int, *, seed: int = 0
 ) -> tuple[int, float, int]:
     """Hit tokens, retained block-seconds, tokens that a hit would have saved at best."""
-    kept: dict[int, Kept] = {}
-    last: dict[int, tuple[float, int]] = {}
-    groups: dict[tuple[str, bool], ReturnTimes] = {}
-    ends: list[tuple[float, int, float]] = []
+    rng = random.Random(seed)
+    kept: dict[str, Entry] = {}
+    last: dict[str, Event] = {}
+    groups = Groups()
+    ends: list[tuple[float, str, float]] = []
     hit = best = used = 0
     area = 0.0
 
-    def times(tenant: str, turn: int) -> ReturnTimes:
-        return groups.setdefault((tenant, turn > 0), ReturnTimes())
-
-    def drop(session: int, now: float) -> Kept:
+    def drop(session: str, now: float) -> None:
         nonlocal used, area
         gone = kept.pop(session)
         used -= gone.blocks
-        area += gone.blocks * (now - gone.since)
-        return gone
+        area += gone.blocks * max(0.0, now - gone.since)
 
-    for now, session, tenant, turn, tokens in events:
+    for event in events:
+        now, session = event.start, event.session
         while ends and ends[0][0] <= now:
             end, whose, since = heapq.heappop(ends)
             if whose in kept and kept[whose].since == since:
                 drop(whose, end)
-        if session in last:
-            before, had = last[session]
-            best += had
-            times(tenant, turn - 1).turn_came(now - before)
+        if before := last.get(session):
+            best += event.shared
+            groups.learn(before.group).turn_came(max(0.0, now - before.end))
         if session in kept:
-            hit += drop(session, now).tokens
-        last[session] = (now, tokens)
-        times(tenant, turn).turn_kept()
-        mine = Kept(tenant, turn, tokens, now)
+            hit += event.shared
+            drop(session, now)
+        last[session] = event
+        groups.learn(event.group).turn_kept()
+        lease = TTL
+        if policy == "worth":
+            lease = groups.of(event.group).lease(shortest=SHORTEST, longest=TTL)
+        mine = Entry(
+            session,
+            blocks=-(-event.tokens // BLOCK),
+            tokens=event.tokens,
+            group=event.group,
+            usable_seconds=lease,
+            since=event.end,
+        )
         if policy == "fixed TTL" and used + mine.blocks > limit:
             continue  # as the worker alone: over its share it refuses the pin
         kept[session] = mine
         used += mine.blocks
-        lease = TTL
-        if policy == "worth":
-            lease = times(tenant, turn).lease(shortest=15, longest=TTL)
-        heapq.heappush(ends, (now + lease, session, now))
+        heapq.heappush(ends, (event.end + lease, session, event.end))
         while used > limit:
             if policy == "worth":
-                victim = min(
-                    kept,
-                    key=lambda s: worth(
-                        times(kept[s].tenant, kept[s].turn),
-                        age_seconds=now - kept[s].since,
-                        tokens=kept[s].tokens,
-                        blocks=kept[s].blocks,
-                    ),
-                )
+                names = list(kept)
+                sample = names if len(names) <= SAMPLE else rng.sample(names, SAMPLE)
+                ranked = by_worth([kept[name] for name in sample], groups, now=event.end)
+                victim = ranked[0].id if ranked else sample[0]
             else:
-                victim = min(kept, key=lambda s: kept[s].since)
-            drop(victim, now)
+                victim = min(kept, key=lambda name: kept[name].since)
+            drop(victim, event.end)
     return hit, area, best
 
 
@@ -117,14 +146,17 @@ def main() -> None:
     options.add_argument("--sessions", type=int, default=1500)
     options.add_argument("--limits", type=int, nargs="+", default=[500, 1500, 5000])
     options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--trace", type=Path, help="a recorded trace instead")
     chosen = options.parse_args()
-    events = trace(chosen.sessions, chosen.seed)
+    file, seed = chosen.trace, chosen.seed
+    events = recorded(file) if file else synthetic(chosen.sessions, seed)
     print("| blocks | policy | hit tokens | of the possible | hit tokens per block-second |")
     print("|---|---|---|---|---|")
     for limit in chosen.limits:
         for policy in ("worth", "LRU", "fixed TTL"):
             hit, area, best = replay(events, policy, limit)
-            print(f"| {limit} | {policy} | {hit:,} | {hit / best:.0%} | {hit / area:.2f} |")
+            share = f"{hit / best:.0%}" if best else "-"
+            print(f"| {limit} | {policy} | {hit:,} | {share} | {hit / max(area, 1e-9):.2f} |")
 
 
 if __name__ == "__main__":

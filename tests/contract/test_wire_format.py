@@ -260,7 +260,9 @@ def test_plugin_and_proxy_agree_on_the_event_and_the_keys() -> None:
         "prompt_tokens": 2,
         "finish_reason": "stop",
     }
-    leg = wire.decode_leg({"model": "m"}, {"do_remote_prefill": True}, ids_json=None, keep=False)
+    leg = wire.decode_leg(
+        {"model": "m"}, {"do_remote_prefill": True}, ids_json=None, lease_seconds=0
+    )
     asked = leg["kv_transfer_params"]
     assert transfer_keys.asks_for_event(asked)
     assert asked[transfer_keys.LEASE_SECONDS] == 0

@@ -24,7 +24,8 @@ CLOSED = {
     ("kvloop_canary_checks", "result"): metrics.CANARY_RESULTS,
     ("kvloop_releases", "result"): metrics.RELEASE_RESULTS,
     ("kvloop_table_seconds", "operation"): metrics.TABLE_OPERATIONS,
-    ("kvloop_table_failures", "operation"): metrics.TABLE_OPERATIONS,
+    ("kvloop_table_failures", "operation"): metrics.TABLE_FAILURES,
+    ("kvloop_evictions", "reason"): metrics.EVICTION_REASONS,
     ("kvloop_worker_paused", "what"): metrics.PAUSES,
 }
 

@@ -43,7 +43,11 @@ def _head(length: int, kind: str = "application/json") -> bytes:
 class Answers:
     """The bytes of all answers for one answer length and prompt length."""
 
-    def __init__(self, chunks: int, prompt_tokens: int) -> None:
+    def __init__(
+        self, chunks: int, prompt_tokens: int, hold: bool = False, pace: float = 0.0
+    ) -> None:
+        self.hold = hold
+        self.pace = pace
         self.prompt_tokens = prompt_tokens
         self.models = json.dumps(
             {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
@@ -165,7 +169,13 @@ class Connection(asyncio.Protocol):
             self._transport.write(end)
             return
         self._transport.write(self._answers.chunks[index])
-        asyncio.get_running_loop().call_soon(self._send, index + 1, end)
+        if self._answers.hold and index:
+            return  # the stream stays open until its client leaves
+        loop = asyncio.get_running_loop()
+        if self._answers.pace:
+            loop.call_later(self._answers.pace, self._send, index + 1, end)
+        else:
+            loop.call_soon(self._send, index + 1, end)
 
 
 async def serve(port: int, answers: Answers) -> None:
@@ -179,8 +189,11 @@ def main() -> None:
     options.add_argument("--port", type=int, required=True)
     options.add_argument("--chunks", type=int, default=64)
     options.add_argument("--prompt-tokens", type=int, default=600)
+    options.add_argument("--hold", action="store_true", help="stop after the first token")
+    options.add_argument("--pace", type=float, default=0, help="seconds between two tokens")
     chosen = options.parse_args()
-    uvloop.run(serve(chosen.port, Answers(chosen.chunks, chosen.prompt_tokens)))
+    answers = Answers(chosen.chunks, chosen.prompt_tokens, chosen.hold, chosen.pace)
+    uvloop.run(serve(chosen.port, answers))
 
 
 if __name__ == "__main__":

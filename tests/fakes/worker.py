@@ -12,12 +12,13 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from tests.fakes import routes
 
@@ -61,6 +62,8 @@ class Knobs:
     """As vLLM's stream-interval: one token a chunk by default."""
     chunk_delay: float = 0.0
     prefill_delay: float = 0.0
+    token_delay: float = 0.0
+    """Seconds of prefill for each prompt token that is neither pulled nor cached."""
     plugin: bool = True
     """Emit the kvloop comment event before [DONE]."""
     connector: bool = True
@@ -101,6 +104,9 @@ class Cluster:
 class FakeWorker:
     """One fake. ``await start()``, then ``url``; ``requests`` holds what it was sent."""
 
+    middlewares: Sequence[Middleware] = ()
+    """Around every route; a subclass may misbehave in them."""
+
     def __init__(
         self,
         cluster: Cluster,
@@ -110,10 +116,14 @@ class FakeWorker:
         engine_id: str | None = None,
         lease: float = 480.0,
         prefix_cache: bool = False,
+        blocks: int = 2**16,
     ) -> None:
         self.cluster = cluster
         self.role = role
         self.block_size = block_size
+        self.block_count = blocks
+        self.pins_refused = 0
+        self._refused = False
         self.engine_id = engine_id or f"engine-{role}-{id(self):x}"
         self.lease = lease
         self.knobs = Knobs()
@@ -141,7 +151,7 @@ class FakeWorker:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> FakeWorker:
-        app = web.Application(client_max_size=2**30)
+        app = web.Application(client_max_size=2**30, middlewares=self.middlewares)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
@@ -193,18 +203,37 @@ class FakeWorker:
             key[0] == self.engine_id and pin.expires > now for key, pin in self.cluster.pins.items()
         )
 
+    @property
+    def pin_limit(self) -> int:
+        """Most blocks that the connector pins: half of those that can be used."""
+        return (self.block_count - 1) // 2
+
+    def pinned_blocks(self) -> int:
+        """Blocks that pins take now."""
+        now = time.monotonic()
+        return sum(
+            len(pin.blocks)
+            for key, pin in self.cluster.pins.items()
+            if key[0] == self.engine_id and pin.expires > now
+        )
+
     # Routes that any worker has.
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=self.knobs.health_status)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(
-            text=f"process_start_time_seconds {self.started_at:.2f}\n"
+        page = (
+            f"process_start_time_seconds {self.started_at:.2f}\n"
             f'vllm:cache_config_info{{block_size="{self.block_size}",'
             f'enable_prefix_caching="{self._cache is not None}",engine="0",'
-            'num_gpu_blocks="1024"} 1.0\n' + self.more_metrics()
+            f'num_gpu_blocks="{self.block_count}"}} 1.0\n'
         )
+        # A recorded page brings its own.
+        if self.knobs.connector and self.role == "decode" and self.more_metrics is str:
+            page += f'vllm:kvloop_pin_limit_blocks{{engine="0"}} {self.pin_limit}\n'
+            page += f'vllm:kvloop_pinned_blocks{{engine="0"}} {self.pinned_blocks()}\n'
+        return web.Response(text=page + self.more_metrics())
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(
@@ -353,8 +382,10 @@ class FakeWorker:
                     text=_error("Internal server error", "InternalServerError", 500),
                     content_type="application/json",
                 )
-        if self.knobs.prefill_delay:
-            await asyncio.sleep(self.knobs.prefill_delay)
+        delay = self.knobs.prefill_delay
+        delay += self.knobs.token_delay * (len(prompt) - pulled - local)
+        if delay:
+            await asyncio.sleep(delay)
         if self._cache is not None:
             for whole in range(1, len(prompt) // self.block_size + 1):
                 self._cache.add(tuple(prompt[: whole * self.block_size]))
@@ -416,12 +447,12 @@ class FakeWorker:
         self.cluster.pulls += 1
         return count
 
-    def _handle(self, tokens: list[int], *, is_prefill: bool) -> dict[str, Any]:
+    def _handle(self, tokens: list[int], *, is_prefill: bool, lease: float = 0) -> dict[str, Any]:
         request_id = f"req-{self.role}-{next(self._numbers)}"
         blocks = [next(self._blocks) for _ in range(ceil(len(tokens) / self.block_size))]
         if not is_prefill:
             self.cluster.pins[(self.engine_id, request_id)] = Pin(
-                tokens, blocks, time.monotonic() + self.lease
+                tokens, blocks, time.monotonic() + lease
             )
         return {
             "do_remote_prefill": is_prefill,
@@ -435,7 +466,7 @@ class FakeWorker:
             "dcp_size": 1,
             "pp_size": 1,
             "remote_num_tokens": len(tokens) + (0 if is_prefill else self.knobs.extra_computed),
-            "remote_blocks_expiry_time": None if is_prefill else time.perf_counter() + self.lease,
+            "remote_blocks_expiry_time": None if is_prefill else time.perf_counter() + lease,
             "transfer_mode": "pull",
         }
 
@@ -516,13 +547,25 @@ class FakeWorker:
     def kept(
         self, params: dict[str, Any] | None, prompt: list[int], output: list[int]
     ) -> dict[str, Any] | None:
+        self._refused = False
         if not params or not self.knobs.pins:
             return None
         if self.knobs.connector and params.get("kvloop_lease_seconds") == 0:
             return None
-        if self.knobs.pin_refused:
+        self._refused = self.knobs.pin_refused or self._over_share(len(prompt) + len(output) - 1)
+        if self._refused:
+            self.pins_refused += 1
             return None
-        return self._handle([*prompt, *output][:-1], is_prefill=False)
+        asked = params.get("kvloop_lease_seconds") if self.knobs.connector else None
+        lease = self.lease if asked is None else min(self.lease, asked)
+        handle = self._handle([*prompt, *output][:-1], is_prefill=False, lease=lease)
+        if asked is not None:
+            handle["kvloop_lease_seconds"] = lease
+        return handle
+
+    def _over_share(self, tokens: int) -> bool:
+        blocks = self.pinned_blocks() + ceil(tokens / self.block_size)
+        return self.knobs.connector and blocks > self.pin_limit
 
     def _described(self, prompt: list[int], output: list[int]) -> dict[str, Any]:
         """What the plugin says of a finished turn."""
@@ -532,7 +575,7 @@ class FakeWorker:
             "prompt_tokens": len(prompt),
             "finish_reason": self.knobs.finish_reason,
         }
-        if self.knobs.pin_refused:
+        if self._refused:
             described["pin_refused"] = "over_share"
         return described
 

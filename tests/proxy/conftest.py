@@ -13,7 +13,9 @@ import orjson
 import pytest
 import redis.asyncio
 import uvicorn
+import uvloop
 
+from proxy.api import http
 from proxy.app import App
 from proxy.settings import Settings
 from tests.fakes.worker import MODEL, Cluster, FakeWorker
@@ -118,7 +120,14 @@ class Serving:
 async def running(app: App) -> AsyncIterator[tuple[App, int]]:
     """Serve the proxy on a free port, with all its workers seen healthy; gives app and port."""
     server = uvicorn.Server(
-        uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="on")
+        uvicorn.Config(
+            app,
+            host="127.0.0.1",
+            port=0,
+            http=http.protocol,
+            log_config=None,
+            lifespan="on",
+        )
     )
     server.capture_signals = nullcontext  # type: ignore[method-assign]  # pytest keeps its own
     task = asyncio.create_task(server.serve())
@@ -134,6 +143,15 @@ async def running(app: App) -> AsyncIterator[tuple[App, int]]:
     finally:
         server.should_exit = True
         await task
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The proxy runs on uvloop; the client to workers is tested there and on asyncio's loop."""
+    if item.path.name == "test_http1.py":
+        return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 Serve = Callable[..., Awaitable[Serving]]

@@ -7,8 +7,8 @@ import socket
 import httpx2 as httpx
 import pytest
 
-from proxy.__main__ import Server
 from proxy.app import App
+from proxy.server import admin_socket
 from proxy.settings import Settings, SettingsError
 from tests.proxy.conftest import Serve
 
@@ -51,7 +51,7 @@ def test_a_taken_admin_port_stops_the_start_with_its_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = Settings(decode_urls=("http://d:1",), admin_port=taken.getsockname()[1])
         with pytest.raises(SettingsError, match="KVLOOP_ADMIN_PORT"):
-            Server(App(settings), settings)
+            admin_socket(settings)
 
 
 def test_the_admin_port_is_the_next_one_unless_named() -> None:

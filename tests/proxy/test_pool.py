@@ -73,3 +73,16 @@ def test_facts_are_read_from_a_real_metrics_page() -> None:
     assert (facts.epoch, facts.block_size, facts.kv_blocks) == ("1.79597716091e+09", 32, 1424)
     nothing = read_facts(b"")
     assert (nothing.epoch, nothing.block_size, nothing.kv_blocks) == ("", None, None)
+
+
+def test_a_quiet_pool_is_used_evenly_when_both_roles_are_chosen_each_turn() -> None:
+    """A turn chooses a decode and a prefill worker: neither choice may shift the other's order."""
+    pool = Pool(
+        Worker(url="", role=role, name=f"{role}-{number}", healthy=True)
+        for role in Role
+        for number in range(2)
+    )
+    found = [(pool.choose(Role.DECODE), pool.choose(Role.PREFILL)) for _ in range(4)]
+    for chosen in zip(*found, strict=True):
+        names = [each.name for each in chosen if each]
+        assert {names.count(name) for name in names} == {2}

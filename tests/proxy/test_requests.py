@@ -78,20 +78,21 @@ def test_prefill_over_messages_loses_what_harms_a_one_token_call() -> None:
 def test_decode_gets_the_clients_request_and_prefills_handle_whole() -> None:
     """Everything the client asked, prefill's unknown fields included, the ids once."""
     handle = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 7, "new": [1]}
-    leg = written(BODY, handle, ids_json=b"[1,2]", keep=True)
+    leg = written(BODY, handle, ids_json=b"[1,2]", lease_seconds=90)
     assert leg["max_completion_tokens"] == 30
     assert leg["min_tokens"] == 5
-    assert leg["kv_transfer_params"] == {**handle, "kvloop": 1, "prompt_token_ids": [1, 2]}
+    ours = {"kvloop": 1, "kvloop_lease_seconds": 90, "prompt_token_ids": [1, 2]}
+    assert leg["kv_transfer_params"] == {**handle, **ours}
     assert "return_token_ids" not in leg
-    plain = written({**BODY, "stream": False}, handle, ids_json=None, keep=True)
+    plain = written({**BODY, "stream": False}, handle, ids_json=None, lease_seconds=90)
     assert plain["return_token_ids"] is True
-    dropped = written(BODY, handle, ids_json=None, keep=False)
+    dropped = written(BODY, handle, ids_json=None, lease_seconds=0)
     assert dropped["kv_transfer_params"]["kvloop_lease_seconds"] == 0
 
 
 def test_decode_alone_gets_no_transfer_parameters() -> None:
     """An object with neither flag would pin blocks for ever (facts 10): the field is left out."""
-    assert "kv_transfer_params" not in decode_leg(BODY, None, ids_json=None, keep=False)
+    assert "kv_transfer_params" not in decode_leg(BODY, None, ids_json=None, lease_seconds=0)
 
 
 def test_release_reads_nothing_and_names_the_holding() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from proxy.session.holding import Holding
 from proxy.session.identity import Identity, identify
 from proxy.session.private_store import PrivateStore
 from proxy.session.table import SessionTable, new_holding_id
+from proxy.turn.reasons import Reason
 
 
 def who(conversation: str | None = None, model: str = "m") -> Identity:
@@ -77,6 +80,62 @@ async def test_holdings_expire_and_leave_no_key(table: SessionTable) -> None:
     assert await table._redis.keys("*") == []
 
 
+async def test_a_mark_outlives_its_holding_and_says_what_became_of_it(table: SessionTable) -> None:
+    """Expired or evicted, by id or by prefix; recognised as a whole, claimed once."""
+    for identity in (who("c"), who()):
+        for evicted in (False, True):
+            stored = replace(holding(identity, 500), kept_at=5.0, group="g")
+            await table.commit(identity, stored, ttl_seconds=0.05, mark_seconds=60)
+            if evicted:
+                found = await table.evict(identity.scope.hex(), stored.id, Reason.EVICTED)
+                assert found == stored
+            else:
+                await asyncio.sleep(0.1)
+            prompt = PromptTokens(identity.namespace, range(600))
+            (mark,) = await table.find(identity, prompt)
+            expected = Reason.EVICTED if evicted else Reason.LEASE_EXPIRED
+            assert (mark.absent, mark.handle) == (expected, None)
+            assert (mark.kept_at, mark.group) == (5.0, "g")
+            assert prompt.common_prefix(mark.fingerprint) == 500
+            assert await table.claim(identity, mark)
+            assert await table.find(identity, prompt) == []
+
+
+async def test_a_mark_hides_no_holding_and_goes_with_the_claim(table: SessionTable) -> None:
+    """What can be pulled comes first, its own mark and those of others after it."""
+    for identity in (who("c"), who()):
+        gone, stored = holding(identity, 500), holding(identity, 480)
+        await table.commit(identity, stored, ttl_seconds=60, mark_seconds=60)
+        await table.commit(identity, gone, ttl_seconds=60, mark_seconds=60)
+        await table.evict(identity.scope.hex(), gone.id, Reason.EVICTED)
+        prompt = PromptTokens(identity.namespace, range(600))
+        found = [each for each in await table.find(identity, prompt) if each.handle]
+        assert found == [stored]
+        assert await table.claim(identity, stored)
+        left = await table.find(identity, prompt)
+        assert [each.absent for each in left] == [Reason.EVICTED]
+
+
+async def test_evicted_or_claimed_but_never_both(table: SessionTable) -> None:
+    """Of many that claim and evict one holding exactly one gets it; after that nobody."""
+    identity = who("c")
+    stored = holding(identity, 200)
+    await table.commit(identity, stored, ttl_seconds=60, mark_seconds=60)
+    claims = [table.claim(identity, stored) for _ in range(50)]
+    evictions = [table.evict(identity.scope.hex(), stored.id, Reason.EVICTED) for _ in range(50)]
+    calls: list[Any] = [each for pair in zip(claims, evictions, strict=True) for each in pair]
+    results = await asyncio.gather(*calls)
+    assert sum(bool(result) for result in results) == 1
+
+
+async def test_what_its_owner_deletes_leaves_no_mark(table: SessionTable) -> None:
+    identity = who("c")
+    stored = holding(identity, 200)
+    await table.commit(identity, stored, ttl_seconds=60, mark_seconds=60)
+    assert await table.evict(identity.scope.hex(), stored.id, None) == stored
+    assert await table.find(identity, PromptTokens(identity.namespace, range(300))) == []
+
+
 async def test_what_nothing_could_find_is_not_stored(table: SessionTable) -> None:
     """Without an id and below one span there is no key to find it by: the caller must release."""
     identity = who()
@@ -123,3 +182,21 @@ async def test_the_private_store_is_a_real_server_that_ends() -> None:
     gone = SessionTable(url, timeout_seconds=0.2)
     assert not await gone.ping()
     await gone.close()
+
+
+@pytest.mark.parametrize("conversation", ["c", None])
+async def test_what_another_server_process_wrote_is_void(
+    table: SessionTable, conversation: str | None
+) -> None:
+    """After a failover or a restart from disk a claim may be undone: such records count no more."""
+    identity = who(conversation)
+    stored = holding(identity, 200)
+    prompt = PromptTokens(identity.namespace, range(300))
+    await table.commit(identity, stored, ttl_seconds=60)
+    key = await anext(table._redis.scan_iter(match=f"kvloop:*:h:{stored.id}"))
+    value = await table._redis.get(key)
+    await table._redis.set(key, b"f" * 40 + value[40:])
+    assert not await table.claim(identity, stored)
+    assert await table.find(identity, prompt) == []
+    await table._redis.set(key, value)
+    assert await table.claim(identity, stored)

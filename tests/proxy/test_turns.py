@@ -119,12 +119,12 @@ async def test_twenty_parallel_turns_of_one_conversation_pull_once(serve: Serve)
 
 
 async def test_expired_session_is_not_used(serve: Serve) -> None:
-    """Past the session's time the handle is gone from the table: the turn is cold, not wrong."""
+    """Past the session's time the handle is gone from the table: the turn is cold, and says why."""
     serving = await serve(decode_kv_ttl_seconds=0.4, expiry_margin_seconds=0.3)
     await serving.chat([user(LONG)], conversation_id="c")
     await asyncio.sleep(0.15)
     answer = await serving.chat([user(LONG), assistant("Fine."), user("?")], conversation_id="c")
-    assert answer.reason == "new_session"
+    assert answer.reason == "lease_expired"
     assert serving.cluster.pulls == 0
 
 

@@ -118,7 +118,8 @@ def test_requests_without_parameters_are_left_alone(make_engine: MakeEngine) -> 
 
 
 def test_a_pin_gets_the_asked_lease(make_engine: MakeEngine) -> None:
-    """Deadline, handle and workers agree on the lease, which the server's longest one caps."""
+    """Deadline, handle and workers agree on the lease, which the server's longest one caps; the
+    caller that asked for one learns what it got."""
     engine = make_engine(ttl=60)
     for name, asked, expected in (("a", 5, 5), ("b", 999, 60), ("c", None, 60)):
         now = time.perf_counter()
@@ -128,6 +129,7 @@ def test_a_pin_gets_the_asked_lease(make_engine: MakeEngine) -> None:
         deadline = engine.scheduler._reqs_need_send[name]
         assert handle["remote_blocks_expiry_time"] == deadline
         assert now + expected <= deadline < now + expected + 5
+        assert handle.get("kvloop_lease_seconds") == (None if asked is None else expected)
 
 
 def test_a_request_with_neither_flag_is_tracked(make_engine: MakeEngine) -> None:

@@ -134,6 +134,8 @@ class KvloopNixlConnector(_NixlPullConnector):  # type: ignore[misc]  # vLLM's c
         deadline = time.perf_counter() + decision.lease_seconds
         scheduler._reqs_need_send[request_id] = deadline
         handle[REMOTE_EXPIRY] = deadline
+        if requested_lease is not None:
+            handle[LEASE_SECONDS] = decision.lease_seconds
         self._held.hold(request_id, blocks, deadline)
         numbers.add(stats.PINS)
         self._report_pinned()

@@ -7,12 +7,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.proxy.model.world import ModelTurn, Script, World, cancel, crash, start_turn
+from proxy.session.ledger import Place
+from proxy.turn.retaining import RESERVED_SECONDS
+from tests.proxy.model.world import (
+    TTL,
+    ModelProxy,
+    ModelTurn,
+    Script,
+    World,
+    cancel,
+    crash,
+    start_turn,
+)
 
 LENGTHS = st.sampled_from([1, 15, 16, 17, 31, 32, 40, 63, 64, 65, 96, 128, 130, 200])
 """Around block boundaries (16, 32), span boundaries (64) and between."""
+
+
+TIMES = st.sampled_from([1.0, 10.0, 100.0, 445.0, 470.0, 485.0])
 
 
 @dataclass
@@ -29,6 +43,9 @@ class Conversation:
 class Reuse(RuleBasedStateMachine):
     """A step: a client sends, leaves or changes its mind; a call arrives or fails; time passes."""
 
+    pin_limit: int | None = None
+    budgeted = False
+
     def __init__(self) -> None:
         super().__init__()
         self.fresh = itertools.count(1000)
@@ -41,7 +58,9 @@ class Reuse(RuleBasedStateMachine):
         system=LENGTHS,
     )
     def begin(self, block: int, groups: int, system: int) -> None:
-        self.world = World(block_size=block, groups=groups)
+        self.world = World(
+            block_size=block, groups=groups, pin_limit=self.pin_limit, ledger_gates=self.budgeted
+        )
         self.system = self.words(system)
 
     def teardown(self) -> None:
@@ -195,7 +214,7 @@ class Reuse(RuleBasedStateMachine):
         if running:
             cancel(self.world, running[index % len(running)])
 
-    @rule(seconds=st.sampled_from([1.0, 10.0, 100.0, 445.0, 470.0, 485.0]))
+    @rule(seconds=TIMES)
     def time_passes(self, seconds: float) -> None:
         # Between the legs of a turn only a little: prefill's lease is another promise's matter.
         quiet = not any(gate.name == "prefill answer" for gate in self.world.gates)
@@ -229,6 +248,88 @@ class Reuse(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1))
     def a_proxy_dies(self, which: int) -> None:
         crash(self.world, self.world.proxies[which])
+
+
+class Budgeted(Reuse):
+    """The same with a decode worker that pins little, so that room must be made all the time."""
+
+    pin_limit = 40
+    budgeted = True
+
+    @rule(seconds=TIMES)
+    def time_passes(self, seconds: float) -> None:
+        # Calls to Redis take milliseconds or fail.
+        while any(gate.name == "ledger" for gate in self.world.gates):
+            gates = self.world.gates
+            self.world.open(next(i for i, gate in enumerate(gates) if gate.name == "ledger"))
+        super().time_passes(seconds)
+
+    @rule(which=st.integers(0, 1))
+    def a_sweep(self, which: int) -> None:
+        self.world.failed_evictions = 0
+        proxy = self.world.proxies[which]
+        task = self.world.loop.create_task(proxy.conductor.retention.sweep(proxy.decode))
+        tasks = proxy.conductor.background.tasks
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        self.world.settle()
+
+    @invariant()
+    def the_budget_is_kept_when_nothing_is_under_way(self) -> None:
+        world = getattr(self, "world", None)
+        if world is None or world.gates or world.entries_may_lack or world.failed_evictions:
+            return
+        if self._under_way():
+            return
+        for proxy in world.proxies:
+            self._check_budget(proxy)
+
+    def _under_way(self) -> bool:
+        return any(not turn.task.done() for turn in self.world.turns) or any(
+            proxy.conductor.background_tasks for proxy in self.world.proxies
+        )
+
+    def _check_budget(self, proxy: ModelProxy) -> None:
+        world, retention = self.world, proxy.conductor.retention
+        budget = retention.budget(proxy.decode)
+        entries = world.ledger.places.get(Place(proxy.decode.name, proxy.decode.epoch), {}).values()
+        claimable = [e for e in entries if world.clock - e.since < e.usable_seconds]
+        assert budget is not None
+        over = sum(entry.blocks for entry in entries) > budget
+        assert not (over and claimable), "above the budget with something left to give up"
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            try:
+                self.world.drain()
+                self._close_the_books()
+            finally:
+                super().teardown()
+
+    def _close_the_books(self) -> None:
+        """When all is quiet the ledger says what is held; in the end it says nothing."""
+        world = self.world
+        self._quiet(RESERVED_SECONDS + 1)
+        for proxy in world.proxies:
+            self._check_budget(proxy)
+        entries = {
+            entry.id
+            for place in world.ledger.places.values()
+            for entry in place.values()
+            if world.clock - entry.since < entry.usable_seconds
+        }
+        if not world.entries_may_lack:
+            assert entries == world.table.held_ids(), "the ledger is not what is held"
+        self._quiet(TTL)
+        for proxy in world.proxies:
+            place = Place(proxy.decode.name, proxy.decode.epoch)
+            assert not world.ledger.places.get(place)
+
+    def _quiet(self, seconds: float) -> None:
+        self.world.tick(seconds)
+        for which in range(len(self.world.proxies)):
+            self.a_sweep(which)
+            self.world.drain()
 
 
 def describe(machine: Any) -> str:

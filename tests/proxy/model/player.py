@@ -7,27 +7,31 @@ from __future__ import annotations
 
 import random
 
-from tests.proxy.model.machine import Reuse
+from tests.proxy.model.machine import Budgeted, Reuse
 
 _LENGTHS = (1, 16, 17, 33, 63, 64, 65, 96, 130, 200)
 _ENDINGS = ("stop",) * 6 + ("length", "stop_string")
 
 
-def play(seed: int, steps: int = 60) -> int:
-    """One history; the tokens pulled in it. Raises when a fault is found."""
+def play(seed: int, steps: int = 60, kind: type[Reuse] = Reuse) -> Reuse:
+    """One history. Raises when a fault is found."""
     dice = random.Random(seed)
-    machine = Reuse()
+    machine = kind()
     machine.begin(dice.choice((16, 32, 64)), dice.choice((1, 1, 1, 2)), dice.choice(_LENGTHS))
     try:
         for _ in range(steps):
             _step(machine, dice)
-        return machine.world.pulled
+            if isinstance(machine, Budgeted):
+                machine.the_budget_is_kept_when_nothing_is_under_way()
+        return machine
     finally:
         machine.teardown()
 
 
 def _step(machine: Reuse, dice: random.Random) -> None:
     world = machine.world
+    if isinstance(machine, Budgeted) and dice.random() < 0.1:
+        machine.a_sweep(dice.randrange(2))
     who = dice.randrange(20)
     action = dice.choices(
         ("new", "turn", "arrive", "fail", "leave", "time", "other", "branch", "twin", "restart"),

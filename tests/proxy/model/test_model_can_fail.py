@@ -14,7 +14,9 @@ from proxy.session.fingerprint import PromptTokens
 from proxy.turn import wire
 from proxy.turn.prefill_leg import PrefillLeg
 from proxy.turn.releases import Releases
+from proxy.turn.retaining import Retention
 from tests.proxy.model import world
+from tests.proxy.model.machine import Budgeted
 from tests.proxy.model.player import play
 
 Patch = pytest.MonkeyPatch
@@ -122,6 +124,64 @@ def test_a_fault_put_in_on_purpose_is_found(
     fault(monkeypatch)
     with pytest.raises(AssertionError, match=noticed):
         _search()
+
+
+def given_up_and_left_in_the_table(patch: Patch) -> None:
+    evict = world.ModelTable.evict
+
+    async def wrong(self: Any, *given: Any) -> Any:
+        rows = list(self._rows)
+        found = await evict(self, *given)
+        self._rows = rows
+        return found
+
+    patch.setattr(world.ModelTable, "evict", wrong)
+
+
+def released_by_each_that_wants_the_room(patch: Patch) -> None:
+    right = Releases.later
+
+    def wrong(self: Any, model: str, holding: Any, **more: Any) -> None:
+        right(self, model, holding, **more)
+        right(self, model, holding, **more)
+
+    patch.setattr(Releases, "later", wrong)
+
+
+def nothing_given_up(patch: Patch) -> None:
+    async def none(*given: Any, **more: Any) -> None: ...
+
+    patch.setattr(Retention, "_make_room", none)
+
+
+def claims_not_entered(patch: Patch) -> None:
+    def came(self: Any, turn: Any, holding: Any) -> None:
+        turn.continues = True
+
+    patch.setattr(Retention, "came", came)
+
+
+@pytest.mark.parametrize(
+    ("fault", "noticed"),
+    [
+        (given_up_and_left_in_the_table, "given up"),
+        (released_by_each_that_wants_the_room, "released twice"),
+        (nothing_given_up, "above the budget"),
+        (claims_not_entered, "the ledger"),
+    ],
+)
+def test_a_fault_of_the_budget_is_found(
+    fault: Callable[[Patch], None], noticed: str, monkeypatch: Patch
+) -> None:
+    """The same with little room on decode."""
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match=noticed):
+        _search_with_little_room()
+
+
+def _search_with_little_room() -> None:
+    for seed in range(200):
+        play(seed, kind=Budgeted)
 
 
 def _search() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.proxy.model.machine import Reuse
+from tests.proxy.model.machine import Budgeted, Reuse
 from tests.proxy.model.player import play
 
 QUICK = settings(
@@ -31,8 +31,16 @@ def test_no_interleaving_reads_wrong_kv_or_forgets_a_pin() -> None:
 
 def test_likely_histories_read_no_wrong_kv_and_do_pull() -> None:
     """The same with steps weighted as clients behave; a failing seed is one history."""
-    pulled = sum(play(seed) for seed in range(100))
+    pulled = sum(play(seed).world.pulled for seed in range(100))
     assert pulled > 5_000
+
+
+def test_likely_histories_keep_the_budget_and_the_books() -> None:
+    """With little room: what is given up is never pulled nor released twice, the budget holds when
+    nothing is under way, and the ledger says what is held, whatever died on the way."""
+    worlds = [play(seed, kind=Budgeted).world for seed in range(40)]
+    assert sum(len(world.evicted) for world in worlds) > 30
+    assert sum(world.pulled for world in worlds) > 1_000
 
 
 @pytest.mark.soak
@@ -40,6 +48,7 @@ def test_likely_histories_in_a_long_search() -> None:
     """Many more seeds than every change can wait for."""
     for seed in range(1000, 30_000):
         play(seed)
+        play(seed, kind=Budgeted)
 
 
 @pytest.mark.soak

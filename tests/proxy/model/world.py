@@ -6,7 +6,8 @@ order, fails them, cancels turns between them and moves the clock. What is judge
 
 * a block is read whose KV is that of other tokens, of another adapter, or of another position;
 * a handle is read twice, after its blocks were freed, or after they expired;
-* decode keeps blocks that nobody will ever pull or release.
+* decode keeps blocks that nobody will ever pull or release;
+* what was given up for the retention budget is pulled, or released more than once.
 
 The rules of P and D are those of vLLM 0.32.0: what P declines, what it reads when the list is
 longer than it needs, when it notifies D, what D keeps after each kind of ending.
@@ -20,7 +21,7 @@ import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from types import SimpleNamespace
 from typing import Any
@@ -29,17 +30,40 @@ import orjson
 
 from proxy.errors import KvloopError, TableUnavailable, WorkerFailed, WorkerUnreachable
 from proxy.metrics import Metrics
+from proxy.retention import Entry
 from proxy.session.fingerprint import PromptTokens, anchors, lookup_keys
 from proxy.session.holding import Holding, decode, encode
 from proxy.session.identity import Identity, identify
+from proxy.session.ledger import Page, Place
 from proxy.settings import Settings
-from proxy.turn import conductor, decode_leg, lookup, parts, prefill_leg, record, releases
+from proxy.turn import (
+    conductor,
+    decode_leg,
+    keeping,
+    lookup,
+    parts,
+    prefill_leg,
+    record,
+    releases,
+    retaining,
+)
 from proxy.turn.conductor import Conductor
 from proxy.turn.record import Turn
 from proxy.workers import verdicts
 from proxy.workers.pool import Pool, Role, Worker
 
-_CLOCKED = (conductor, decode_leg, lookup, parts, prefill_leg, record, releases, verdicts)
+_CLOCKED = (
+    conductor,
+    decode_leg,
+    keeping,
+    lookup,
+    parts,
+    prefill_leg,
+    record,
+    releases,
+    retaining,
+    verdicts,
+)
 """Modules that read the clock."""
 
 _TURN: ContextVar[asyncio.Task[Any] | None] = ContextVar("turn", default=None)
@@ -120,7 +144,23 @@ def chain(model: str, ids: list[int]) -> list[int]:
 class World:
     """Everything but the proxy. ``faults`` must stay empty."""
 
-    def __init__(self, *, block_size: int, groups: int, proxies: int = 2) -> None:
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        groups: int,
+        proxies: int = 2,
+        pin_limit: int | None = None,
+        ledger_gates: bool = False,
+    ) -> None:
+        self.pin_limit = pin_limit
+        self.ledger_gates = ledger_gates
+        self.evicted: dict[str, int] = {}
+        """Request ids of handles that were given up, and how often each was released."""
+        self.failed_evictions = 0
+        """Since the last sweep: what could not be given up then may still be there."""
+        self.entries_may_lack = False
+        """A proxy died or Redis failed: then the ledger may know less, or more, until a lease."""
         self.loop = asyncio.new_event_loop()
         self.clock = 1000.0
         self.faults: list[str] = []
@@ -139,9 +179,11 @@ class World:
         self.restarts = 0
         self.decode = Decode("d0", "1", block_size, groups)
         self.table = ModelTable(self)
+        self.ledger = ModelLedger(self)
         self._time = conductor.time
         for module in _CLOCKED:
-            module.time = SimpleNamespace(monotonic=lambda: self.clock)  # type: ignore[attr-defined]
+            clocks = SimpleNamespace(monotonic=lambda: self.clock, time=lambda: self.clock)
+            module.time = clocks  # type: ignore[attr-defined]
         self._settles = prefill_leg.ABORT_SETTLES
         prefill_leg.ABORT_SETTLES = 0.0
         self.proxies = [ModelProxy(self) for _ in range(proxies)]
@@ -176,7 +218,11 @@ class World:
                 self.gates.remove(gate)
 
     def open(self, index: int, how: str = "ok") -> None:
-        gate = self.gates.pop(index % len(self.gates))
+        index %= len(self.gates)
+        if self.gates[index].name == "ledger":
+            # Sent one after the other to one server, they arrive in that order.
+            index = next(i for i, gate in enumerate(self.gates) if gate.name == "ledger")
+        gate = self.gates.pop(index)
         if not gate.future.done():
             gate.future.set_result(how)
         self.settle()
@@ -265,12 +311,18 @@ class World:
         }
 
     def _notify(self, key: str) -> None:
+        if key in self.evicted:
+            self.evicted[key] += 1
+            if self.evicted[key] > 1:
+                self.faults.append("released twice what was given up")
         if key in self.pins:
             self.free(key)
 
     def _read(self, params: dict[str, Any], held: list[int], wanted: int, local: int) -> bool:
         key = params["remote_request_id"]
         pin = self.pins.get(key)
+        if key in self.evicted:
+            self.faults.append("read of blocks that were given up")
         if pin is None:
             self.faults.append("read of blocks that were read, released or expired before")
         elif pin.expires <= self.clock:
@@ -329,16 +381,19 @@ class World:
             params is not None
             and params.get("kvloop_lease_seconds") != 0
             and script.ending in ("stop", "length")
+            and not self._over_share(sum(map(len, groups)))
         )
         if not keeps:
             for taken in groups:
                 self.decode.give(taken)
             return None
         name = f"d{next(self.numbers)}"
+        assert params is not None
+        lease = min(TTL, params.get("kvloop_lease_seconds", TTL))
         self.pins[name] = Pin(
             self.decode.engine,
             groups,
-            self.clock + TTL,
+            self.clock + lease,
             _TURN.get(),
             # A stock worker pins for a stream whose answer cannot carry the handle.
             nobody="stock stream" if script.streamed and not script.plugin else "",
@@ -352,8 +407,13 @@ class World:
             "remote_host": "d",
             "remote_port": 1,
             "remote_num_tokens": computed,
-            "remote_blocks_expiry_time": self.clock + TTL,
+            "remote_blocks_expiry_time": self.clock + lease,
+            "kvloop_lease_seconds": lease,
         }
+
+    def _over_share(self, blocks: int) -> bool:
+        pinned = sum(len(group) for pin in self.pins.values() for group in pin.groups)
+        return self.pin_limit is not None and pinned + blocks > self.pin_limit
 
     # The judge.
 
@@ -387,6 +447,10 @@ class ModelTable:
     def holds(self, request_id: str) -> bool:
         return any(row[5] == request_id for row in self._live())
 
+    def held_ids(self) -> set[str]:
+        """Ids of the holdings that may be claimed."""
+        return {row[2] for row in self._live() if row[5]}
+
     def _live(self) -> list[tuple[Identity, bytes, str, float, list[bytes], str]]:
         return [row for row in self._rows if row[3] > self._world.clock]
 
@@ -413,13 +477,33 @@ class ModelTable:
         if unknown:
             if row is not None and row[5] in self._world.pins:
                 self._world.pins[row[5]].nobody = "the table's answer was lost"
+            self._world.entries_may_lack = True
             raise TableUnavailable("lost")
         return row is not None
 
     def take_out(self, row: Any) -> None:
         self._rows.remove(row)
 
-    async def commit(self, identity: Identity, holding: Holding, *, ttl_seconds: float) -> bool:
+    async def evict(self, scope: str, id: str, why: Any) -> Holding | None:
+        self._world.failed_evictions += 1
+        await self._arrive("evict")
+        self._world.failed_evictions -= 1
+        row = next((row for row in self._live() if row[2] == id), None)
+        if row is None:
+            return None
+        assert row[0].scope.hex() == scope
+        self.take_out(row)
+        self._world.evicted[row[5]] = 0
+        if await self._world.gate("evict answer") != "ok":
+            if row[5] in self._world.pins:
+                self._world.pins[row[5]].nobody = "the table's answer was lost"
+            self._world.entries_may_lack = True
+            raise TableUnavailable("lost")
+        return decode(id, row[1])
+
+    async def commit(
+        self, identity: Identity, holding: Holding, *, ttl_seconds: float, mark_seconds: float
+    ) -> bool:
         await self._arrive("commit")
         keys = anchors(holding.fingerprint)
         if not identity.conversation and not keys:
@@ -435,6 +519,7 @@ class ModelTable:
         )
         how = await self._world.gate("commit effect")
         if how != "ok":
+            self._world.entries_may_lack = True
             # The command sits in a socket: it takes effect later, and nobody hears of it.
             self._world.loop.create_task(self._late(row, ttl_seconds))
             raise TableUnavailable("no answer in time")
@@ -449,6 +534,39 @@ class ModelTable:
     async def _arrive(self, name: str) -> None:
         if await self._world.gate(name) != "ok":
             raise TableUnavailable("refused", certain=True)
+
+
+class ModelLedger:
+    """The ledger's rules in memory; a gate before each operation if the world wants them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.places: dict[Place, dict[str, Entry]] = {}
+
+    async def update(
+        self,
+        place: Place,
+        *,
+        add: Entry | None = None,
+        seconds: float = 0.0,
+        remove: Any = (),
+        budget: int | None = None,
+    ) -> Page:
+        world = self._world
+        if world.ledger_gates and await world.gate("ledger") != "ok":
+            world.entries_may_lack = True
+            raise TableUnavailable("refused")
+        entries = self.places.setdefault(place, {})
+        expired = [entry for entry in entries.values() if entry.deadline <= world.clock]
+        for entry in expired:
+            del entries[entry.id]
+        removed = [entries.pop(id) for id in remove if id in entries]
+        if add is not None:
+            entries[add.id] = replace(add, since=world.clock, deadline=world.clock + seconds)
+        blocks = sum(entry.blocks for entry in entries.values())
+        over = budget is not None and blocks > budget
+        candidates = list(entries.values()) if over else []
+        return Page(blocks, world.clock, expired, removed, candidates)
 
 
 class ModelClient:
@@ -528,9 +646,12 @@ class ModelClient:
         (script, handle), _ = await self._decoded(worker, orjson.loads(body))
         yield _Stream(script, handle)
 
-    async def read_some(self, worker: Worker, response: Any, *, timeout: float) -> bytes:
+    async def read_some(self, worker: Worker, response: Any, **more: Any) -> bytes:
         part: bytes = response.parts.pop(0) if response.parts else b""
         return part
+
+    def ended(self, response: Any) -> bool:
+        return not response.parts
 
     def _fail_unless_ok(self, worker: Worker, how: str) -> None:
         if how == "gone":
@@ -543,7 +664,7 @@ class _Stream:
     """A 200 answer in pieces."""
 
     def __init__(self, script: Script, handle: dict[str, Any] | None) -> None:
-        self.headers = {"Content-Type": "text/event-stream"}
+        self.content_type = "text/event-stream"
         content = {"choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": None}]}
         self.parts = [b"data: " + orjson.dumps(content) + b"\n\n"]
         if script.plugin:
@@ -556,6 +677,9 @@ class _Sink:
     async def begin(self, content_type: str, headers: dict[str, str]) -> None: ...
 
     async def write(self, data: bytes, *, last: bool = False) -> None: ...
+
+    def offer(self, data: bytes) -> bool:
+        return False
 
 
 class ModelProxy:
@@ -573,6 +697,7 @@ class ModelProxy:
         self.prefill = Worker("http://p:1", Role.PREFILL, "p:1", healthy=True, epoch="1")
         self.decode = Worker("http://d:1", Role.DECODE, "d:1", healthy=True, epoch="1")
         self.prefill.block_size = self.decode.block_size = world.block_size
+        self.decode.pin_limit_blocks = world.pin_limit
         self.pool = Pool([self.prefill, self.decode])
         self.start()
 
@@ -582,6 +707,7 @@ class ModelProxy:
             pool=self.pool,
             client=ModelClient(self.world),  # type: ignore[arg-type]
             table=self.world.table,  # type: ignore[arg-type]
+            ledger=self.world.ledger,  # type: ignore[arg-type]
             metrics=Metrics(),
         )
 
@@ -659,6 +785,7 @@ def cancel(world: World, turn: ModelTurn) -> None:
 
 def crash(world: World, proxy: ModelProxy) -> None:
     """The replica's process dies: whatever it was about to do is never done."""
+    world.entries_may_lack = True
     tasks = [each.task for each in world.turns if each.proxy is proxy]
     tasks += list(proxy.conductor.background.tasks)
     for key, pin in world.pins.items():

@@ -65,6 +65,7 @@ class FeatureStack:
     proxy: str
     plain: str
     decode: str
+    model_folder: Path
 
 
 def make_model(folder: Path) -> None:
@@ -148,7 +149,8 @@ def running(folder: Path, redis_url: str, **proxy_settings: str) -> Iterator[Fea
         }
         process = start("proxy", [sys.executable, "-m", "proxy"], settings)
         _wait(f"http://127.0.0.1:{proxy}/ready", process, folder / "proxy.log")
-        yield FeatureStack(*(f"http://127.0.0.1:{port}" for port in (proxy, prefill, decode)))
+        addresses = (f"http://127.0.0.1:{port}" for port in (proxy, prefill, decode))
+        yield FeatureStack(*addresses, model)
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

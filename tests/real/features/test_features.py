@@ -6,7 +6,10 @@ history comes from decode, and to a worker that computes everything itself.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +169,42 @@ async def test_other_routes_answer_as_the_worker_does(
     )
     assert answers[0] == answers[1]
     assert answers[0][0] == 200
+
+
+_BENCH = """\
+import sys
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args(sys.argv[1:]))
+"""
+"""``vllm bench serve``, whose own command looks for a distribution called vllm."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "path"), [("openai-chat", "/v1/chat/completions"), ("openai", "/v1/completions")]
+)
+async def test_vllms_own_benchmark_client(
+    stack: FeatureStack, tmp_path: Path, backend: str, path: str
+) -> None:
+    """Every request of ``vllm bench serve`` is answered, with all the tokens that it asked for."""
+    command = [sys.executable, "-c", _BENCH, "--backend", backend, "--endpoint", path]
+    command += ["--base-url", stack.proxy, "--model", MODEL, "--tokenizer", str(stack.model_folder)]
+    command += ["--dataset-name", "random", "--random-input-len", "120"]
+    command += ["--random-output-len", "9", "--num-prompts", "6", "--max-concurrency", "3"]
+    command += ["--ignore-eos", "--disable-tqdm", "--save-result", "--result-dir", str(tmp_path)]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        "--result-filename",
+        "result.json",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()[-3000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["total_output_tokens"]) == (6, 54)
 
 
 async def test_nothing_is_left_pinned(stack: FeatureStack, session: aiohttp.ClientSession) -> None:

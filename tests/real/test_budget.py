@@ -1,0 +1,85 @@
+"""The retention budget on real workers: decode frees what is given up and keeps the rest."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from proxy.app import App
+from tests.proxy.conftest import running
+from tests.real.conftest import Pair, Workers
+from tests.real.test_pair import proxy_settings
+
+ROOM = 24
+"""Blocks of 32 tokens: about five of the conversations below."""
+PINNED = "vllm:kvloop_pinned_blocks"
+WORDS = "Please tell me about a small dog named Rex, the river and the stone bridge. " * 6
+
+
+async def quiet(app: App) -> None:
+    while tasks := list(app.conductor.background.tasks):
+        await asyncio.wait(tasks)
+
+
+async def pinned_at_most(workers: Workers, blocks: float) -> float:
+    """What decode reports, once it is that little."""
+    async with asyncio.timeout(30):
+        while (pinned := await workers.metric(workers.pair.decode, PINNED)) > blocks:
+            await asyncio.sleep(0.2)
+    return pinned
+
+
+async def test_decode_frees_what_is_given_up_and_keeps_the_last(
+    pair: Pair, workers: Workers
+) -> None:
+    """Twelve conversations end where there is room for five: the last is pulled when it comes back,
+    the first is told that it was given up, and no pin is refused on the way."""
+    limit = await workers.metric(pair.decode, "vllm:kvloop_pin_limit_blocks")
+    refused = await workers.metric(pair.decode, "vllm:kvloop_pins_refused_total")
+    settings = proxy_settings(pair, retention_share=min(1.0, ROOM / limit))
+    async with running(App(settings)) as (app, port):
+        session = workers.session
+        url = f"http://127.0.0.1:{port}/v1"
+
+        async def chat(name: str, messages: list[dict[str, str]]) -> tuple[str, Any]:
+            body = {
+                "model": pair.model,
+                "messages": messages,
+                "max_tokens": 4,
+                "temperature": 0,
+                "conversation_id": name,
+            }
+            async with session.post(f"{url}/chat/completions", json=body) as response:
+                answer = await response.json()
+                return answer["choices"][0]["message"]["content"], response.headers
+
+        histories: dict[str, list[dict[str, str]]] = {}
+        for number in range(12):
+            name = f"budget {number}"
+            messages = [{"role": "user", "content": f"Story {number}. {WORDS}"}]
+            text, _ = await chat(name, messages)
+            histories[name] = [*messages, {"role": "assistant", "content": text}]
+            await quiet(app)
+        (worker,) = (each for each in app.pool.workers if each.role == "decode")
+        await app.conductor.retention.sweep(worker)
+        await pinned_at_most(workers, max(ROOM, worker.pinned_blocks or 0))
+
+        question = {"role": "user", "content": "And then?"}
+        before = await workers.pulled()
+        _, last = await chat("budget 11", [*histories["budget 11"], question])
+        assert last["X-KVLoop-Reason"] == "history_grew"
+        assert await workers.pulled() - before > 64
+        _, first = await chat("budget 0", [*histories["budget 0"], question])
+        assert first["X-KVLoop-Reason"] == "evicted"
+        assert await workers.metric(pair.decode, "vllm:kvloop_pins_refused_total") == refused
+
+        await quiet(app)
+        async with session.get(f"{url}/sessions?limit=500") as response:
+            kept = (await response.json())["data"]
+        pinned = await workers.metric(pair.decode, PINNED)
+        for each in kept:
+            async with session.delete(f"{url}/sessions/{each['id']}") as response:
+                assert response.status == 200
+        await quiet(app)
+        # Conversations that begin alike share blocks, so the sum is only an upper bound.
+        await pinned_at_most(workers, pinned - max(each["blocks"] for each in kept))
