@@ -191,7 +191,7 @@ def broken(draw: st.DrawFn) -> tuple[str, Any]:
 async def test_any_json_at_all_gets_a_sound_answer(serving: Serving) -> None:
     """Generated bodies: never a 5xx or a broken connection of ours, errors in the route's shape."""
 
-    @settings(max_examples=300, database=None, deadline=None)
+    @settings(max_examples=150, database=None, deadline=None)
     @given(broken())
     def generate(case: tuple[str, Any]) -> None:
         cases.append(case)
@@ -203,7 +203,7 @@ async def test_any_json_at_all_gets_a_sound_answer(serving: Serving) -> None:
         # The fakes are not vLLM: they may fail on what real workers refuse (502), we may not (500).
         assert answer.status in (200, 400, 404, 502), (path, body, answer.body)
         if answer.status != 200:
-            assert "error" in answer.json, (path, body)
+            assert b'"error"' in answer.body, (path, body, answer.status, answer.body)
             assert (answer.json.get("type") == "error") == (path == "/v1/messages")
     assert serving.cluster.faults == []
 
