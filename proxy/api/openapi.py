@@ -157,7 +157,10 @@ def add_routes(
     keyed: bool,
 ) -> dict[str, Any]:
     """The document with the routes of ``dialects``, and with those in ``forwarded``."""
-    paths: dict[str, Any] = dict(document.get("paths", {}))
+    paths: dict[str, Any] = {
+        path: {method: _as_answered(operation) for method, operation in operations.items()}
+        for path, operations in document.get("paths", {}).items()
+    }
     for dialect in dialects:
         required, fields = _BODIES[dialect.name]
         body: Schema = {"type": "object", "required": list(required), "properties": fields}
@@ -184,12 +187,24 @@ def add_routes(
     return document
 
 
+def _as_answered(operation: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI describes its own 422 for wrong parameters; ours are 400s in OpenAI's shape."""
+    responses = {k: v for k, v in operation["responses"].items() if k != "422"}
+    for status in ("400", "401", "404", "503"):
+        responses.setdefault(status, _problem(status, _OPENAI_ERROR))
+    return {**operation, "responses": responses}
+
+
+def _problem(status: str, error: Schema) -> dict[str, Any]:
+    return {
+        "description": _STATUSES[status],
+        "content": {"application/json": {"schema": error}},
+    }
+
+
 def _operation(summary: str, path: str, body: Schema, more: dict[str, Any]) -> dict[str, Any]:
     error = _ANTHROPIC_ERROR if path.startswith("/v1/messages") else _OPENAI_ERROR
-    problems = {
-        status: {"description": words, "content": {"application/json": {"schema": error}}}
-        for status, words in _STATUSES.items()
-    }
+    problems = {status: _problem(status, error) for status in _STATUSES}
     answer = {"application/json": {"schema": {}}, **more}
     return {
         "summary": summary,
