@@ -14,8 +14,8 @@ BIN := $(VENV)/bin
 INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status chat env env-fast tools test test-fast lint bench-reuse bench-lookup bench-relay \
-	bench-retention differential soak chaos wedge clean
+.PHONY: help up down status chat env env-fast tools test test-fast lint bench bench-reuse bench-lookup bench-relay \
+	bench-metrics bench-retention differential soak chaos wedge clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,14 +52,34 @@ lint: env-fast ## Check style and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench-reuse: env ## Measure TTFT with and without reuse on a real pair
+# One gibibyte of KV a worker, so that four of them fit; turns come quicker than people type.
+BENCH := $(BIN)/kvloop bench run --local --models-dir .kvloop/models --lease 60 --pause-scale 0.2 \
+	--set env.VLLM_CPU_KVCACHE_SPACE=1
+
+bench: env ## Measure all legs on a CPU pair, favourable and not; writes bench-report/ (half an hour)
+	$(BENCH) --title "published experiment, scaled down" --out bench-report/lengths \
+		--legs published --workloads lengths --lengths 400,800,1600 --conversations 6 $(ARGS)
+	$(BENCH) --title "beside prefill's own cache" --out bench-report/production --scale 0.15 \
+		--legs production,single --workloads agent,coding,branches --conversations 6 $(ARGS)
+	$(BENCH) --title "prefill's cache too small" --out bench-report/evicted --scale 0.15 \
+		--legs production,single --workloads agent,reasoning --conversations 6 --clients 6 \
+		--set max-model-len=2048 --prefill-set num-gpu-blocks-override=80 $(ARGS)
+	$(BENCH) --title "where reuse cannot win" --out bench-report/unfavourable --scale 0.15 \
+		--legs published,noise,production --workloads one-shot,late,burst --conversations 6 $(ARGS)
+	$(BIN)/kvloop bench report bench-report/*/run.json --out bench-report --title "kvloop on a CPU pair"
+
+bench-reuse: env ## Measure TTFT of a conversation's fifth turn with reuse and cold (minutes)
 	@exec $(BIN)/python -m tests.bench.reuse $(ARGS)
 
 bench-lookup: env-fast ## Measure session lookups against history length and table size
 	@exec $(BIN)/python -m tests.bench.lookup $(ARGS)
 
-bench-relay: env-fast ## Measure requests/s and added TTFT beside a fake worker asked directly
+bench-relay: env-fast ## Measure requests/s, added TTFT and CPU beside vllm-router (minutes)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/bench.txt
 	@exec $(BIN)/python -m tests.bench.relay $(ARGS)
+
+bench-metrics: env-fast ## Measure what metrics, log and the live page's memory cost a turn
+	@exec $(BIN)/python -m tests.bench.metrics $(ARGS)
 
 bench-retention: env-fast ## Compare retention policies on synthetic traces
 	@exec $(BIN)/python -m tests.bench.retention $(ARGS)

@@ -245,13 +245,13 @@ def overview() -> dict[str, Any]:
                    "{{leg}} {{cause}}"), unit="reqps"),
             panel("Error answers", "What do clients see of failures?",
                   ("sum by (status) (rate(kvloop_http_errors_total[$__rate_interval])) "
-                   "or vector(0)", "HTTP {{status}}"),
+                   "or on() vector(0)", "HTTP {{status}}"),
                   ("sum(rate(kvloop_stream_errors_total[$__rate_interval]))", "in a stream"),
                   rate("kvloop_refused_turns_total", "cause"), unit="reqps"),
             panel("Clients that left", "Do clients give up before their answer is complete, and "
                   "how many prefills were for nothing?",
                   ("sum by (stage) (rate(kvloop_client_disconnects_total[$__rate_interval])) "
-                   "or vector(0)", "left: {{stage}}"),
+                   "or on() vector(0)", "left: {{stage}}"),
                   ("sum by (cause) (rate(kvloop_stranded_prefills_total[$__rate_interval]))",
                    "stranded: {{cause}}"), unit="reqps"),
             row("Is it full?"),
@@ -294,13 +294,13 @@ def sessions() -> dict[str, Any]:
             panel("Misses by reason", "What keeps turns that could be reused from it? (without "
                   "first turns)",
                   ("sum by (reason) (rate(kvloop_turns_total{route!=\"prefill-with-pull\", "
-                   "reason!=\"new_session\"}[$__rate_interval])) or vector(0)", "{{reason}}"),
+                   "reason!=\"new_session\"}[$__rate_interval])) or on() vector(0)", "{{reason}}"),
                   unit="reqps", width=12),
             panel("Histories that changed", "Do clients edit or shorten what they send? Each kind "
                   "of mismatch is a reason.",
                   ("sum by (reason) (rate(kvloop_turns_total{reason=~"
                    "\"history_cut|history_diverged|below_threshold|tokens_unknown|uncuttable\"}"
-                   "[$__rate_interval])) or vector(0)", "{{reason}}"), unit="reqps"),
+                   "[$__rate_interval])) or on() vector(0)", "{{reason}}"), unit="reqps"),
             panel("Kept in vain", "How many kept tokens did the next turn not repeat?",
                   ("sum(rate(kvloop_mismatched_tokens_total[$__rate_interval]))",
                    "tokens/s not repeated"),
@@ -438,10 +438,30 @@ def retention() -> dict[str, Any]:
                   (f"sum(avg_over_time({DECODE_PINS}[5m])) / "
                    "(sum(rate(kvloop_turns_total{route=\"prefill-with-pull\"}[5m])) > 0)",
                    "block-seconds for each pull")),
-            panel("Kept tokens that came back", "How many tokens were pulled for each block that "
-                  "was kept for a second?",
+            panel("Blocks for each kept turn", "How large are the conversations that are kept?",
+                  (f"sum({DECODE_PINS}) / (sum(vllm:kvloop_pinned_requests{{role=\"decode\"}}) "
+                   "> 0)", "blocks")),
+            row("The proxies' ledger"),
+            panel("Ledger and budget", "How much do the proxies know to be kept, and how much may "
+                  "it be? Under pressure the two are equal.",
+                  ("max by (worker) (kvloop_retained_blocks)", "retained {{worker}}"),
+                  ("max by (worker) (kvloop_retention_budget_blocks)", "budget {{worker}}")),
+            panel("Time between turns", "When do conversations come back? Leases follow it.",
+                  *[(f"histogram_quantile({q}, sum by (le) (rate(kvloop_turn_gap_seconds_bucket"
+                     "[$__rate_interval])))", f"p{q * 100:g}") for q in (0.5, 0.95)], unit="s"),
+            panel("Given up early", "Does the budget throw out what would be used?",
+                  ("sum by (reason) (rate(kvloop_evictions_total[$__rate_interval]))",
+                   "evicted: {{reason}}"),
+                  ("sum(rate(kvloop_leases_expired_total[$__rate_interval])) or on() vector(0)",
+                   "lease ran out"), unit="reqps"),
+            panel("Kept room, by what became of it", "Blocks times seconds that ended each second: "
+                  "what does keeping cost?",
+                  ("sum by (worker) (rate(kvloop_retained_block_seconds_total"
+                   "[$__rate_interval]))", "{{worker}}"), width=12),
+            panel("Tokens pulled for a block-second", "What does keeping bring?",
                   ("sum(rate(kvloop_prompt_tokens_total{source=\"pulled\"}[5m])) / "
-                   f"(sum(avg_over_time({DECODE_PINS}[5m])) > 0)", "tokens per block-second")),
+                   "(sum(rate(kvloop_retained_block_seconds_total[5m])) > 0)", "tokens"),
+                  width=12),
             row("Coming and going"),
             panel("Pins", "How many turns' KV is kept, given back, or runs out unused?",
                   ("sum(rate(vllm:kvloop_pins_total{role=\"decode\"}[$__rate_interval]))", "kept"),

@@ -273,6 +273,23 @@ def doctor(
 
 
 @app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="X-Request-Id of the answer, or its start.")],
+    log: Annotated[
+        typer.FileText, typer.Argument(help="The proxy's log; - or nothing: standard input.")
+    ] = "-",  # type: ignore[assignment]  # typer opens it
+) -> None:
+    """Tell the story of one turn from the proxy's log."""
+    from kvloop import explain as stories
+
+    try:
+        for line in stories.tell(stories.find(stories.parse(log), request_id)):
+            typer.echo(line)
+    except stories.Unexplained as error:
+        _fail(str(error))
+
+
+@app.command()
 def proxy() -> None:
     """Run the proxy alone (settings: flags, KVLOOP_... variables; see kvloop proxy --help)."""
     _run_proxy([])

@@ -1,4 +1,4 @@
-"""[io] Plots as SVG text, with matplotlib (the extra ``bench``).
+"""[pure] Plots as SVG text, with matplotlib (the extra ``bench``).
 
 Text stays text in the SVG, and the same figures give the same bytes, so that a committed report
 changes only when its numbers do.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from proxy import log
@@ -27,6 +29,9 @@ from proxy.turn.conductor import Conductor
 from proxy.workers.client import WorkerClient
 from proxy.workers.health import HealthLoop, ModelList
 from proxy.workers.pool import Pool, Role, Worker
+
+if TYPE_CHECKING:
+    from proxy.tracing import Tracing
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/redoc", "/openapi.json"})
 """Answered without an API key: they serve nobody's data. ``/metrics`` exists here only while there
@@ -55,6 +60,7 @@ class App:
         except KeysError as error:
             raise SettingsError(f"kvloop: wrong settings\n  {error}") from None
         self._private_store: PrivateStore | None = None
+        self.tracing = _tracing(settings)
 
     async def start(self) -> None:
         settings = self.settings
@@ -84,6 +90,7 @@ class App:
             table=self.table,
             ledger=self.ledger,
             metrics=self.metrics,
+            tracing=self.tracing,
         )
         self.conductor.retention.start()
         self.switch = ReuseSwitch(
@@ -144,6 +151,8 @@ class App:
         await self.table.close()
         if self._private_store is not None:
             await self._private_store.stop()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     async def drain(self) -> None:
         """Refuse new turns, say so on ``/ready``, and return when no turn is left."""
@@ -206,6 +215,14 @@ class App:
                 await self.stop()
                 await send({"type": "lifespan.shutdown.complete"})
                 return
+
+
+def _tracing(settings: Settings) -> Tracing | None:
+    if settings.otlp_endpoint is None:
+        return None
+    from proxy import tracing  # OpenTelemetry is optional
+
+    return tracing.Tracing(tracing.exporting(settings))
 
 
 def _worker(url: str, role: Role) -> Worker:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
 import orjson
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""Of the request that this task, or the one that started it, serves: added to each line."""
 
 _logger = logging.getLogger("kvloop")
 
@@ -22,6 +26,8 @@ class _JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "event": record.getMessage(),
         }
+        if request := request_id.get():
+            line["request"] = request
         line.update(getattr(record, "fields", {}))
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
@@ -30,6 +36,10 @@ class _JsonFormatter(logging.Formatter):
 
 def set_up(level: str) -> None:
     """Send kvloop's and uvicorn's lines to standard error as JSON."""
+    # No line says from which source line, thread or process it came: finding that out costs more
+    # than the line. The names are those that Python's logging documents for this.
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter())
     for name in ("kvloop", "uvicorn", "uvicorn.error"):

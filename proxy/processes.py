@@ -139,7 +139,7 @@ class _Parent:
             *(sys.executable, "-m", "proxy.child", *map(str, files)),
             stdin=asyncio.subprocess.PIPE,
             pass_fds=files,
-            start_new_session=True,  # Ctrl-C reaches the parent only, which passes it on once
+            process_group=0,  # Ctrl-C reaches the parent only, which passes it on once
             env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": self._metrics},
         )
         self._children[number] = child

@@ -33,11 +33,13 @@ class Session:
     turns: int = 0
     reused: int = 0
     last: Story = field(default_factory=dict)
+    given_up: bool = False
+    """What its last turn left has been evicted, or deleted by its owner."""
 
     def page(self) -> dict[str, Any]:
         """For the page. ``worker``: where its KV was left last; ``until``: Unix seconds."""
         last = self.last
-        kept = bool(last["holding_left"])
+        kept = bool(last["holding_left"]) and not self.given_up
         return {
             "id": self.id,
             "turns": self.turns,
@@ -46,7 +48,7 @@ class Session:
             "worker": last["decode"] if kept else "",
             "tokens": last["kept_tokens"] if kept else 0,
             "until": last["at"] + last["kept_seconds"] if kept else None,
-            "kept": last["kept"],
+            "kept": "given up" if self.given_up else last["kept"],
             "route": last["route"],
             "reason": last["reason"],
         }
@@ -91,6 +93,7 @@ class RecentTurns:
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._capacity = capacity
         self._session_of_holding: OrderedDict[str, str] = OrderedDict()
+        """Of holdings that nobody claimed yet, as far as is known here."""
         self._slices: deque[Slice] = deque(maxlen=SLICES)
         self.number = 0
         """How many turns there have been."""
@@ -103,6 +106,12 @@ class RecentTurns:
         self._turns.append(story)
         self._note_session(session, story)
         self._note_slice(story, now)
+
+    def given_up(self, holding: str) -> None:
+        """A holding was evicted or deleted: its session's KV is no longer where it was."""
+        session = self._sessions.get(self._session_of_holding.pop(holding, ""))
+        if session is not None and session.last["holding_left"] == holding:
+            session.given_up = True
 
     def newest(self, count: int) -> list[Story]:
         """Newest first."""
@@ -134,12 +143,13 @@ class RecentTurns:
     def _session_of(self, story: Story) -> str:
         used, left = story["holding_used"], story["holding_left"]
         session: str = story["session"]
+        before = self._session_of_holding.pop(used, "")
         if session == BY_PREFIX:
-            session = self._session_of_holding.pop(used, "") or _made_up(story, self.number)
-            if left:
-                self._session_of_holding[left] = session
-                while len(self._session_of_holding) > self._capacity:
-                    self._session_of_holding.popitem(last=False)
+            session = before or _made_up(story, self.number)
+        if left:
+            self._session_of_holding[left] = session
+            while len(self._session_of_holding) > self._capacity:
+                self._session_of_holding.popitem(last=False)
         return session
 
     def _note_session(self, session: str, story: Story) -> None:
@@ -147,6 +157,7 @@ class RecentTurns:
         entry.turns += 1
         entry.reused += story["reused_tokens"] > 0
         entry.last = story
+        entry.given_up = False
         self._sessions.move_to_end(session)
         while len(self._sessions) > self._capacity:
             self._sessions.popitem(last=False)

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -90,7 +90,7 @@ class ReturnTimes:
             best = max(best, hits / time if time > 0 else 0.0)
         return best
 
-    def lease(self, *, shortest: float, longest: float, share: float = 0.95) -> float:
+    def lease(self, *, shortest: float, longest: float, share: float = 0.98) -> float:
         """Seconds within which ``share`` of the next turns came, between the limits."""
         wanted = sum(self.returned) * share
         seen = 0.0
@@ -144,14 +144,13 @@ def group_of(identity: Identity, *, continues: bool) -> str:
     return f"{identity.tenant.hex()[:12]}-{named}-{'later' if continues else 'first'}"
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One line of a decode worker's ledger: blocks that are pinned there, or soon will be.
 
     ``since`` and ``deadline`` are Redis' Unix time in seconds, set by the ledger.
     ``usable_seconds`` is how long after ``since`` the handle may still be claimed; after that the
     blocks only wait for decode's lease. A ``reserved`` entry stands for a turn that decode is
-    answering.
+    answering. A tuple, because a turn may look through a hundred of them.
     """
 
     id: str
@@ -187,8 +186,7 @@ class Entry:
         """From a stored record: blocks, deadline and start in milliseconds, then ``encode``'s."""
         blocks, deadline, since, rest = record.split(b" ", 3)
         fields: list[Any] = orjson.loads(rest)
-        fields += [int(since) / 1000, int(deadline) / 1000]
-        return cls(id, int(blocks), *fields)
+        return cls._make((id, int(blocks), *fields, int(since) / 1000, int(deadline) / 1000))
 
 
 def budget_blocks(

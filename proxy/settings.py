@@ -256,6 +256,19 @@ class Settings(BaseSettings):
         description="Turns that the live page remembers, about 1 kB each. No text is among it.",
     )
 
+    otlp_endpoint: str | None = Field(
+        None,
+        description="Where traces go, OTLP over HTTP: http://collector:4318/v1/traces. Unset: none "
+        "are made, and a client's traceparent is only passed on. Needs the extra kvloop[otel].",
+    )
+    trace_share: float = Field(
+        1,
+        ge=0,
+        le=1,
+        description="Share of turns that are traced when the client did not decide it: at "
+        "thousands of turns a second a collector wants fewer.",
+    )
+
     log_level: str = Field("INFO", description="DEBUG, INFO, WARNING or ERROR.")
 
     @field_validator("prefill_urls", "decode_urls", mode="before")
@@ -281,6 +294,13 @@ class Settings(BaseSettings):
     def _redis_scheme(cls, url: str | None) -> str | None:
         if url is not None and urlsplit(url).scheme not in ("redis", "rediss", "unix"):
             raise ValueError("must start with redis://, rediss:// or unix://")
+        return url
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _collector(cls, url: str | None) -> str | None:
+        if url is not None and urlsplit(url).scheme not in ("http", "https"):
+            raise ValueError("must be an http:// or https:// address")
         return url
 
     @field_validator("log_level")

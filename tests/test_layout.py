@@ -12,6 +12,9 @@ IO_MODULES = {
 }  # fmt: skip
 
 
+PACKAGES = ("proxy", "worker_launch", "kvloop")
+
+
 def sources(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
@@ -32,7 +35,7 @@ def first_line(path: Path) -> str:
 
 def test_pure_files_import_no_io() -> None:
     """A file marked [pure] imports no I/O library, and no file that is marked [io]."""
-    marked = {p: first_line(p) for pkg in ("proxy", "worker_launch") for p in sources(pkg)}
+    marked = {p: first_line(p) for pkg in PACKAGES for p in sources(pkg)}
     io_files = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path, line in marked.items()
@@ -56,6 +59,6 @@ def test_the_two_packages_do_not_import_each_other() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     """Each source file opens with a docstring."""
-    for package in ("proxy", "worker_launch", "kvloop"):
+    for package in PACKAGES:
         for path in sources(package):
             assert first_line(path), path

@@ -14,7 +14,8 @@ from kvloop.advise.traffic import Traffic
 from kvloop.bench.stats import quantile
 
 LEASES = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0)
-"""Seconds. Doubling: what matters of a gap is its order of magnitude."""
+"""Seconds for which a session can be found. Doubling: what matters of a gap is its order of
+magnitude."""
 
 WORTH_IT = 0.05
 """Share of prefill's time below which saving it is not worth a second system to run."""
@@ -42,6 +43,8 @@ class Pair:
     decode_tokens_per_second: float | None = None
     """Of one decode worker at the load wanted."""
     cache: PrefillCache = NO_CACHE
+    margin: float = 30.0
+    """The proxy's ``expiry_margin_seconds``: decode keeps blocks this much longer than a lease."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ def advise(traffic: Traffic, model: KvModel, costs: Costs, pair: Pair) -> Advice
             block=pair.block,
             threshold=threshold,
             cache=pair.cache,
+            margin=pair.margin,
         )
         for lease in LEASES
     )

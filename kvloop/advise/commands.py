@@ -62,6 +62,12 @@ def advise(
     decode_tokens_per_second: Annotated[
         float | None, typer.Option(min=0.1, help="Of one decode worker, for the P:D ratio.")
     ] = None,
+    expiry_margin: Annotated[
+        float,
+        typer.Option(
+            min=0, envvar="KVLOOP_EXPIRY_MARGIN_SECONDS", help="The proxy's setting, seconds."
+        ),
+    ] = 30,
     prefill_cache_blocks: Annotated[
         int, typer.Option(min=0, help="Prefix cache of one prefill worker; 0: off.")
     ] = 0,
@@ -89,7 +95,7 @@ def advise(
             parameters=parameters * 1e9 if parameters else None,
             tensor_parallel=tensor_parallel,
         )
-        run = records.read(measured) if measured else None
+        run = records.from_json(measured.read_bytes(), str(measured)) if measured else None
         if traffic_file is not None:
             with traffic_file.open(errors="replace") as lines:
                 wanted = logs.Format(kind) if kind else None
@@ -106,13 +112,15 @@ def advise(
             decode_blocks,
             decode_tokens_per_second,
             PrefillCache(float(prefill_cache_blocks * block_size), prefill_workers),
+            expiry_margin,
         )
         found = advice.advise(traffic, kv, costs, pair)
         if run is not None:
             check = fit.check_pulls(
                 run, arm, kv, block=block_size, threshold=max(block_size, found.threshold or 1)
             )
-            checks = (*checks, check) if check else checks
+            kept = fit.check_retained(run, block=block_size)
+            checks = (*checks, *(found_check for found_check in (check, kept) if found_check))
     except (
         plots.NoPlots,
         models.UnknownModel,
@@ -123,7 +131,7 @@ def advise(
         OSError,
     ) as error:
         _fail(str(error))
-    _say(found, checks)
+    _say(found, checks, expiry_margin)
     if out is not None:
         _write(out, traffic, kv, costs, pair, found, checks)
         typer.echo(str(out / "report.html"))
@@ -169,12 +177,14 @@ def _costs(
     )
 
 
-def _say(found: Advice, checks: tuple[Check, ...]) -> None:
+def _say(found: Advice, checks: tuple[Check, ...], margin: float) -> None:
     typer.echo(f"Advice: {found.verdict}")
     for reason in found.reasons:
         typer.echo(f"  - {reason}")
     if found.lease is not None and found.budget_blocks is not None:
-        typer.echo(f"lease {found.lease:g} s, pull threshold {found.threshold} tokens")
+        ttl = found.lease + margin
+        typer.echo(f"lease {found.lease:g} s (decode's time to live {ttl:g} s)")
+        typer.echo(f"pull threshold {found.threshold} tokens")
         share = f", {found.budget_share:.0%} of decode's" if found.budget_share else ""
         typer.echo(f"retained blocks to allow: {found.budget_blocks:,}{share}")
     if found.ratio is not None:

@@ -7,11 +7,13 @@ error is one of prediction and not of fitting.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from statistics import linear_regression
+from dataclasses import dataclass, replace
+from itertools import combinations
 
 from kvloop.advise.model import Costs, KvModel
+from kvloop.advise.replay import play, retention
 from kvloop.advise.traffic import Traffic, Turn, ordered
+from kvloop.bench.legs import KNOWN_ARMS, expiry_margin
 from kvloop.bench.records import Run, TurnRecord
 from kvloop.bench.stats import median
 
@@ -82,14 +84,13 @@ def _fit(turns: Sequence[TurnRecord], model: KvModel) -> Costs:
     work = [model.flops((r.prompt_tokens or 0) - _known(r), _known(r)) for r in cold]
     if len(set(work)) < 2:
         raise CannotFit("speeds need turns of at least two lengths without a pull")
-    slope, intercept = linear_regression(work, [r.legs["prefill"] for r in cold])
+    slope, intercept = _line(work, [r.legs["prefill"] for r in cold])
     if slope <= 0:
         raise CannotFit("longer prefills took no longer: the run is too noisy to fit speeds to")
-    overhead = max(0.0, intercept)
-    base = Costs(1 / slope, float("inf"), overhead, 0.0)
+    base = Costs(1 / slope, float("inf"), intercept, 0.0)
     warm = [r for r in turns if r.pulled_tokens]
     if not warm:
-        return Costs(1 / slope, float("inf"), overhead)
+        return Costs(1 / slope, float("inf"), intercept)
     sizes = [model.bytes_of(r.pulled_tokens or 0) for r in warm]
     extra = [r.legs["prefill"] - predicted(r, model, base) for r in warm]
     transfers = [(s, r.pull.seconds) for s, r in zip(sizes, warm, strict=True) if r.pull]
@@ -100,7 +101,25 @@ def _fit(turns: Sequence[TurnRecord], model: KvModel) -> Costs:
         speed = float("inf")
     # What a pull costs beyond the bytes: the median, as single stalls would spoil a mean.
     rest = median([e - size / speed for e, size in zip(extra, sizes, strict=True)])
-    return Costs(1 / slope, speed, overhead, max(0.0, rest))
+    return Costs(1 / slope, speed, intercept, max(0.0, rest))
+
+
+_MOST_POINTS = 300
+"""Each pair of points gives a slope: more points would take seconds and change nothing."""
+
+
+def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Slope and intercept after Theil and Sen: medians, as a stalled machine makes points that are
+    off by a factor of ten, and least squares would follow them."""
+    points = list(zip(x, y, strict=True))
+    points = points[:: max(1, len(points) // _MOST_POINTS)]
+    pairs = [(a, b) for a, b in combinations(points, 2) if a[0] != b[0]]
+    slope = median([(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs])
+    intercept = median([b - slope * a for a, b in points])
+    if intercept < 0:
+        # No prefill takes less than no time: then all of it is in proportion.
+        return median([b / a for a, b in points]), 0.0
+    return slope, intercept
 
 
 def _halves(turns: Sequence[TurnRecord]) -> tuple[list[TurnRecord], list[TurnRecord]]:
@@ -118,9 +137,14 @@ def _check(what: str, pairs: Iterable[tuple[float, float]]) -> Check:
 
 def traffic_of(run: Run, arm: str) -> Traffic:
     """An arm's turns as traffic, as a log of them would look: lengths and times, no contents."""
-    turns = [
+    assumed = ("a prompt that grew repeats all of the last one with its answer",)
+    return ordered(_turns(run, arm), f"arm {arm} of a benchmark run", assumed=assumed)
+
+
+def _turns(run: Run, arm: str) -> list[Turn]:
+    return [
         Turn(
-            f"{r.workload}/{r.repeat}/{r.conversation}",
+            f"{arm}/{r.workload}/{r.repeat}/{r.conversation}",
             r.started,
             r.started + r.total,
             r.prompt_tokens or 0,
@@ -129,8 +153,6 @@ def traffic_of(run: Run, arm: str) -> Traffic:
         for r in run.turns
         if r.arm == arm and r.ok and r.prompt_tokens
     ]
-    assumed = ("a prompt that grew repeats all of the last one with its answer",)
-    return ordered(turns, f"arm {arm} of a benchmark run", assumed=assumed)
 
 
 def check_pulls(run: Run, arm: str, model: KvModel, *, block: int, threshold: int) -> Check | None:
@@ -138,11 +160,9 @@ def check_pulls(run: Run, arm: str, model: KvModel, *, block: int, threshold: in
 
     Per workload. None where the run's lease is not known or nothing was pulled.
     """
-    from kvloop.advise.replay import play
-
-    lease = run.lease_seconds
-    if lease is None:
+    if run.lease_seconds is None:
         return None
+    lease = run.lease_seconds - expiry_margin(run.lease_seconds)
     nothing = Costs(float("inf"), float("inf"), 0.0, 0.0)
     pairs = []
     for workload in dict.fromkeys(r.workload for r in run.turns):
@@ -155,7 +175,31 @@ def check_pulls(run: Run, arm: str, model: KvModel, *, block: int, threshold: in
     return _check(f"tokens pulled by {arm}, per workload", pairs) if pairs else None
 
 
-def _only(run: Run, turns: Sequence[TurnRecord]) -> Run:
-    from dataclasses import replace
+def check_retained(run: Run, *, block: int) -> Check | None:
+    """Mean blocks kept on decode as a replay has them beside those that decode reported.
 
+    Of all arms that reuse, as they share decode. None where lease or gauge is not known.
+    """
+    arms = [arm.name for arm in run.arms if (known := KNOWN_ARMS.get(arm.name)) and known.reuse]
+    if run.lease_seconds is None or not arms:
+        return None
+    turns = sorted((turn for arm in arms for turn in _turns(run, arm)), key=lambda turn: turn.start)
+    if not turns:
+        return None
+    end = max(turn.end for turn in turns)
+    totals: dict[float, float] = {}
+    for sample in run.samples:
+        if sample.pinned_blocks is not None and turns[0].start <= sample.time <= end:
+            totals[sample.time] = totals.get(sample.time, 0.0) + sample.pinned_blocks
+    if not totals:
+        return None
+    traffic = ordered(turns, "run")
+    kept = retention(
+        list(traffic.follows()), lease=run.lease_seconds, block=block, until=traffic.seconds
+    )
+    measured = sum(totals.values()) / len(totals)
+    return _check("mean blocks kept on decode", [(kept.mean, measured)]) if measured else None
+
+
+def _only(run: Run, turns: Sequence[TurnRecord]) -> Run:
     return replace(run, turns=tuple(turns))

@@ -11,7 +11,7 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from hashlib import blake2b
@@ -127,8 +127,8 @@ def _sniff(rows: Sequence[Mapping[str, Any]]) -> Format:
 
 
 def _turn_log(rows: Sequence[Mapping[str, Any]], skipped: Counter[str]) -> Traffic:
-    turns = []
-    without_length = False
+    turns: list[Turn] = []
+    latest: dict[str, int] = {}
     for row in rows:
         if row.get("event") != "turn":
             continue
@@ -141,16 +141,20 @@ def _turn_log(rows: Sequence[Mapping[str, Any]], skipped: Counter[str]) -> Traff
             # The log names no conversation that its client did not name.
             skipped["turn of an unnamed conversation"] += 1
             continue
-        output = _int(row.get("output_tokens"))
-        without_length |= output is None
         start = end - (_number(row.get("total_ms")) or 0.0) / 1000
         shared = _int(row.get("planned_pull")) or None
         if row.get("reason") == "history_diverged":
             shared = 0
-        turns.append(Turn(session, start, end, prompt, output or 0, shared))
-    assumed = ["a turn that was not pulled and whose prompt grew repeats all of the last one"]
-    if without_length:
-        assumed.append("answers count as empty: this log does not hold their length")
+        if shared is not None and session in latest and row.get("reason") == "history_grew":
+            # All that decode computed was to be pulled: its prompt and its answer but one token.
+            last = turns[latest[session]]
+            turns[latest[session]] = replace(last, output=max(0, shared - last.prompt + 1))
+        latest[session] = len(turns)
+        turns.append(Turn(session, start, end, prompt, 0, shared))
+    assumed = (
+        "a turn that was not pulled and whose prompt grew repeats all of the last one",
+        "an answer's length is known where the next turn was to pull it, else it counts as empty",
+    )
     return ordered(turns, "kvloop turn log", assumed=assumed, skipped=skipped)
 
 

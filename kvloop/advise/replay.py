@@ -80,8 +80,10 @@ def play(
     block: int,
     threshold: int,
     cache: PrefillCache = NO_CACHE,
+    margin: float = 0.0,
 ) -> Outcome:
-    """``threshold``: shortest pull in tokens."""
+    """``lease``: how long a session can be found. ``margin``: how much longer decode keeps its
+    blocks (the proxy's ``expiry_margin_seconds``). ``threshold``: shortest pull in tokens."""
     follows = list(traffic.follows())
     cached_by_turn = list(_cached(follows, cache))
     later = caught = pulls = 0
@@ -119,7 +121,7 @@ def play(
         float(sum(turn.prompt for turn in traffic.turns)),
         without,
         with_reuse,
-        retention(follows, lease=lease, block=block, until=traffic.seconds),
+        retention(follows, lease=lease + margin, block=block, until=traffic.seconds),
         moved,
         max(windows.values(), default=0.0) / _WINDOW,
         tuple(saved),

@@ -35,9 +35,13 @@ def build(
 def _settings(advice: Advice, costs: Costs, pair: Pair, model: KvModel) -> list[Block]:
     if advice.verdict is not Verdict.ADOPT or advice.chosen is None or advice.lease is None:
         return []
-    chosen = advice.chosen
+    chosen, ttl = advice.chosen, advice.lease + pair.margin
     rows = [
-        ("lease", f"{advice.lease:g} s", "decode: --set kv.decoder_kv_blocks_ttl, proxy the same"),
+        (
+            "lease",
+            f"{advice.lease:g} s",
+            f"decode keeps blocks {ttl:g} s: the proxy's margin of {pair.margin:g} s longer",
+        ),
         ("pull threshold", f"{advice.threshold:,} tokens", "proxy: KVLOOP_PULL_THRESHOLD"),
         (
             "retained blocks to allow",
@@ -60,8 +64,8 @@ def _settings(advice: Advice, costs: Costs, pair: Pair, model: KvModel) -> list[
             )
         )
     environment = (
-        f"KVLOOP_DECODE_KV_TTL_SECONDS={advice.lease:g} KVLOOP_PULL_THRESHOLD={advice.threshold}\n"
-        f"kvloop worker decode ... --set kv.decoder_kv_blocks_ttl={advice.lease:g}\n"
+        f"KVLOOP_DECODE_KV_TTL_SECONDS={ttl:g} KVLOOP_PULL_THRESHOLD={advice.threshold}\n"
+        f"kvloop worker decode ... --set kv.decoder_kv_blocks_ttl={ttl:g}\n"
         f"kvloop worker prefill ... --set kv.kv_recompute_threshold={advice.threshold}"
     )
     return [Table(("setting", "value", "note"), tuple(rows)), Code(environment)]
@@ -162,7 +166,12 @@ def _crossover(model: KvModel, costs: Costs, pair: Pair, advice: Advice) -> list
     lengths = [pair.block * 2**step for step in range(14)]
     lengths = [length for length in lengths if length <= 200_000]
     curves = [
-        plots.Line("compute", lengths, [costs.compute(model, n) * 1000 for n in lengths]),
+        # Without what any prefill costs: a turn that pulls its prefix pays that too.
+        plots.Line(
+            "compute",
+            lengths,
+            [(costs.compute(model, n) - costs.overhead) * 1000 for n in lengths],
+        ),
         plots.Line("pull", lengths, [costs.pull(model, n) * 1000 for n in lengths]),
     ]
     marks = {f"{advice.crossover:,}": float(advice.crossover)} if advice.crossover else {}

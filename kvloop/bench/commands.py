@@ -66,7 +66,7 @@ def run_command(
         typer.Option(min=1, help="Seconds that decode keeps KV; sets it with --local."),
     ] = None,
     scale: Scale = 1.0,
-    count: Count = 4,
+    count: Count = 6,
     lengths: Annotated[
         str, typer.Option(help="History lengths of the workload lengths.")
     ] = "2000,4000,8000,12000,16000,24000",
@@ -183,7 +183,7 @@ def report_command(
 
     try:
         plots.require()
-        found = [records.read(path) for path in runs]
+        found = [records.from_json(path.read_bytes(), str(path)) for path in runs]
     except (plots.NoPlots, records.RunUnreadable, OSError) as error:
         _fail(str(error))
     _write_report(found, out, title)
@@ -195,7 +195,7 @@ def export_command(
     workload: Annotated[str, typer.Argument(help="See `kvloop bench list`.")],
     out: Annotated[Path, typer.Option(help="File to write.")],
     scale: Scale = 1.0,
-    count: Count = 4,
+    count: Count = 6,
     words_per_token: Annotated[float, typer.Option(min=0.1, help="Of your tokenizer.")] = 0.95,
     seed: Seed = 1,
 ) -> None:

@@ -16,13 +16,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvloop.bench.legs import Arm
+from kvloop.bench.legs import Arm, expiry_margin
 from kvloop.stack import control, local, processes
 from kvloop.stack.plan import Part, ReadyWhen, StackPlan
 from kvloop.stack.state import StateFolder
-
-MARGIN_SECONDS = 5.0
-"""Sessions end this much before decode's lease, where we set both: our queues are short."""
 
 
 class CannotBench(Exception):
@@ -65,19 +62,20 @@ class Ready:
     settings: Mapping[str, str] | None = None
 
 
-def decode_local_setting() -> str | None:
-    """The proxy's switch for turns that decode computes itself; None if it has no such route."""
+APPEND_SETTING = "append_tokens"
+"""The proxy's limit for turns that decode computes itself; 0: none."""
+
+
+def proxy_appends() -> bool:
+    """Has this version's proxy the route on which decode computes short additions itself?"""
     from proxy.settings import Settings
 
-    for name, field in Settings.model_fields.items():
-        if "local" in name and "decode" in name and field.annotation is bool:
-            return name
-    return None
+    return APPEND_SETTING in Settings.model_fields
 
 
 def check_arms(arms: Sequence[Arm]) -> None:
     """Raises ``CannotBench`` for an arm that this version's proxy cannot serve."""
-    if any(arm.decode_local for arm in arms) and decode_local_setting() is None:
+    if any(arm.decode_local for arm in arms) and not proxy_appends():
         raise CannotBench(
             "the leg decode-local needs a proxy that lets decode compute short additions itself; "
             "this version's proxy has no such route. Leave the leg out"
@@ -106,9 +104,9 @@ def proxy_environment(
     }
     if lease is not None:
         environment["KVLOOP_DECODE_KV_TTL_SECONDS"] = str(lease)
-        environment["KVLOOP_EXPIRY_MARGIN_SECONDS"] = str(min(MARGIN_SECONDS, lease / 4))
-    if (switch := decode_local_setting()) is not None:
-        environment[f"KVLOOP_{switch.upper()}"] = str(arm.decode_local).lower()
+        environment["KVLOOP_EXPIRY_MARGIN_SECONDS"] = str(expiry_margin(lease))
+    if not arm.decode_local and proxy_appends():
+        environment[f"KVLOOP_{APPEND_SETTING.upper()}"] = "0"
     return environment
 
 

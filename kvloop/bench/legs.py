@@ -63,16 +63,26 @@ LEGS: Mapping[str, tuple[Arm, ...]] = {
     "single": (SINGLE,),
 }
 
-BASELINE: Mapping[str, str] = {
-    AGAIN.name: COLD.name,
-    PUBLISHED.name: COLD.name,
-    PREFIX_CACHE.name: COLD.name,
-    PRODUCTION.name: PREFIX_CACHE.name,
-    DECODE_LOCAL.name: PREFIX_CACHE.name,
+BASELINES: Mapping[str, tuple[str, ...]] = {
+    AGAIN.name: (COLD.name,),
+    PUBLISHED.name: (COLD.name,),
+    PREFIX_CACHE.name: (COLD.name,),
+    PRODUCTION.name: (PREFIX_CACHE.name, SINGLE.name),
+    DECODE_LOCAL.name: (PREFIX_CACHE.name, SINGLE.name),
 }
-"""Arm -> the arm that differs from it in one thing only."""
+"""Arm -> what it is compared with: the arm that differs in one thing only, and the one that a user
+would run instead."""
 
 KNOWN_ARMS: Mapping[str, Arm] = {arm.name: arm for arms in LEGS.values() for arm in arms}
+
+
+MARGIN_SECONDS = 5.0
+"""Sessions end this much before decode's lease, where a run sets both: its queues are short."""
+
+
+def expiry_margin(lease: float) -> float:
+    """The proxies' ``expiry_margin_seconds`` for decode's lease in a run."""
+    return min(MARGIN_SECONDS, lease / 4)
 
 
 def arms_of(legs: Iterable[str]) -> tuple[Arm, ...]:

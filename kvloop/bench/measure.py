@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import platform
 import shlex
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ import aiohttp
 from kvloop.bench import client, deployment, observe, recorded, workloads
 from kvloop.bench.deployment import LocalPair, Ready, Workers
 from kvloop.bench.legs import Arm
+from kvloop.bench.machine import commit, machine
 from kvloop.bench.records import ArmInfo, Run, TurnRecord
 from kvloop.bench.runner import Found, Runner, Target
 from kvloop.bench.workloads import Sizes, Workload
@@ -116,7 +116,7 @@ async def _sorted_workers(wanted: Wanted) -> Workers:
 async def _play(wanted: Wanted, ready: Sequence[Ready], model: str, tell: Tell) -> Run:
     timeout = aiohttp.ClientTimeout(total=None, sock_read=600, sock_connect=10)
     connector = aiohttp.TCPConnector(limit=0)
-    started = time.time()
+    started, version = time.time(), commit()
     load = os.getloadavg()[0]
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         urls = {item.arm.name: item.url for item in ready} | dict(wanted.others)
@@ -138,8 +138,7 @@ async def _play(wanted: Wanted, ready: Sequence[Ready], model: str, tell: Tell) 
         played = _workloads(wanted, rate)
         runner = Runner(session, targets, seed=wanted.seed, tell=tell)
         deadline = time.monotonic() + wanted.limit if wanted.limit else None
-        for workload in played:
-            await runner.run(workload, repeats=wanted.repeats, deadline=deadline)
+        stopped = await _stopped_early(runner, played, wanted.repeats, deadline)
         roles = [(url, "prefill") for item in ready for url in item.prefills]
         roles += [(url, "decode") for item in ready for url in item.decodes]
         roles += [(item.url, "single") for item in ready if not item.arm.needs_proxy]
@@ -149,8 +148,8 @@ async def _play(wanted: Wanted, ready: Sequence[Ready], model: str, tell: Tell) 
         started=started,
         ended=time.time(),
         command=_own_command(),
-        commit=_commit(),
-        machine=_machine(),
+        commit=version,
+        machine=f"{machine()} (the client's machine)",
         model=model,
         seed=wanted.seed,
         constant=_constant(wanted),
@@ -169,8 +168,32 @@ async def _play(wanted: Wanted, ready: Sequence[Ready], model: str, tell: Tell) 
         spans=tuple(runner.found.spans),
         workloads={workload.name: workload.what for workload in played},
         lease_seconds=wanted.lease,
-        notes=tuple(_notes(runner.found, wanted, load)),
+        notes=(*_notes(runner.found, wanted, load), *([STOPPED] if stopped else [])),
     )
+
+
+STOPPED = "the run was stopped from outside before its end: later conversations are missing"
+
+
+async def _stopped_early(
+    runner: Runner, played: Sequence[Workload], repeats: int, deadline: float | None
+) -> bool:
+    """Play. Ctrl-C and SIGTERM end the playing and not the run: what was measured is kept."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        for workload in played:
+            await runner.run(workload, repeats=repeats, deadline=deadline)
+    except asyncio.CancelledError:
+        task.uncancel()
+        return True
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    return False
 
 
 async def _warm_up(session: aiohttp.ClientSession, target: Target) -> None:
@@ -243,31 +266,6 @@ def _notes(found: Found, wanted: Wanted, load: float) -> Iterator[str]:
             f"milliseconds (load average {load:.1f} before the first request, "
             f"{os.getloadavg()[0]:.1f} after the last)"
         )
-
-
-def _machine() -> str:
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} cores of {name}, {memory:.0f} GiB (the client's machine)"
-
-
-def _commit() -> str:
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=Path(__file__).parent,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip()
 
 
 def _own_command() -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from json import dumps
-from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -186,16 +185,16 @@ def _rounded(value: object) -> object:
     return value
 
 
-def read(path: Path) -> Run:
-    """Raises ``OSError`` or ``RunUnreadable``."""
+def from_json(data: bytes, name: str) -> Run:
+    """``name``: of the file, for the message. Raises ``RunUnreadable``."""
     try:
-        run = _RUN.validate_json(path.read_bytes())
+        run = _RUN.validate_json(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise RunUnreadable(
-            f"{path} is not a run of kvloop bench: {where}: {first['msg']}"
+            f"{name} is not a run of kvloop bench: {where}: {first['msg']}"
         ) from None
     if run.version != FORMAT:
-        raise RunUnreadable(f"{path} has format {run.version}; this version reads {FORMAT}")
+        raise RunUnreadable(f"{name} has format {run.version}; this version reads {FORMAT}")
     return run

@@ -6,7 +6,8 @@ what it costs, whether answers were right, and how to check all this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -27,12 +28,8 @@ sees three mixtures in all."""
 
 def build(runs: Sequence[Run]) -> list[Block]:
     """The page of these runs. Turns of different runs are never compared with each other."""
-    turns = [
-        # Conversations of two runs share names, not circumstances.
-        replace(record, conversation=f"{number}/{record.conversation}")
-        for number, run in enumerate(runs, start=1)
-        for record in run.turns
-    ]
+    runs = labelled(runs)
+    turns = joined(runs)
     blocks: list[Block] = []
     blocks += _what(runs)
     blocks += _effect(turns)
@@ -44,6 +41,39 @@ def build(runs: Sequence[Run]) -> list[Block]:
     blocks += _answers(turns)
     blocks += _again(runs)
     return blocks
+
+
+def labelled(runs: Sequence[Run]) -> list[Run]:
+    """Runs of one title are repetitions and are pooled. Runs of different titles were measured
+    under different circumstances: names of workloads then say in which run."""
+    if len({run.title for run in runs}) < 2:
+        return list(runs)
+    numbers: dict[str, int] = {}
+    for number, run in enumerate(runs, start=1):
+        numbers.setdefault(run.title, number)
+    return [
+        _renamed(run, {name: f"{name} (run {numbers[run.title]})" for name in run.workloads})
+        for run in runs
+    ]
+
+
+def _renamed(run: Run, names: Mapping[str, str]) -> Run:
+    return replace(
+        run,
+        turns=tuple(replace(t, workload=names.get(t.workload, t.workload)) for t in run.turns),
+        samples=tuple(replace(s, workload=names.get(s.workload, s.workload)) for s in run.samples),
+        spans=tuple(replace(s, workload=names.get(s.workload, s.workload)) for s in run.spans),
+        workloads={names.get(name, name): what for name, what in run.workloads.items()},
+    )
+
+
+def joined(runs: Sequence[Run]) -> list[TurnRecord]:
+    """All turns. Conversations of two runs share names, not circumstances: they get new ones."""
+    return [
+        replace(record, conversation=f"{number}/{record.conversation}")
+        for number, run in enumerate(runs, start=1)
+        for record in run.turns
+    ]
 
 
 def _what(runs: Sequence[Run]) -> list[Block]:
@@ -63,6 +93,7 @@ def _what(runs: Sequence[Run]) -> list[Block]:
             f"{datetime.fromtimestamp(first, UTC):%d %B %Y}. {several}"
         ),
         Heading("What was compared"),
+        Bullets(tuple(f"Run {number}: {run.title}." for number, run in enumerate(runs, start=1))),
         Table(("arm", "what it is"), tuple((arm.name, arm.what) for arm in arms.values())),
         Table(("workload", "what it stands for"), tuple(workloads.items())),
         Heading("Held constant", 3),
@@ -77,6 +108,28 @@ def _effect(turns: Sequence[TurnRecord]) -> list[Block]:
     found = summary.compare(turns)
     if not found:
         return []
+    intervals = [
+        plots.Interval(f"{e.workload}: {e.arm} / {e.baseline}", e.ratio.value, *_ends(e.ratio))
+        for e in found
+    ]
+    chart = plots.forest(
+        "effect", intervals, x="TTFT of the baseline over TTFT of the arm", neutral=1.0
+    )
+    return [
+        Heading("Effect on time to first token"),
+        Text(
+            "Each turn is compared with the same turn of the same conversation on the arm that "
+            "differs in one thing, and production also with one aggregated worker. Median of the "
+            "ratios with a 95 % bootstrap interval over conversations; above 1 the arm is faster. "
+            "First turns, with nothing to reuse, are left out where a workload has later ones."
+        ),
+        Figure("effect", chart, "Green: faster; red: slower; grey: the interval includes 1."),
+        *effect_table(found),
+    ]
+
+
+def effect_table(found: Sequence[summary.Comparison]) -> list[Block]:
+    """The comparisons as rows."""
     rows = tuple(
         (
             each.workload,
@@ -90,22 +143,7 @@ def _effect(turns: Sequence[TurnRecord]) -> list[Block]:
         )
         for each in found
     )
-    intervals = [
-        plots.Interval(f"{e.workload}: {e.arm} / {e.baseline}", e.ratio.value, *_ends(e.ratio))
-        for e in found
-    ]
-    chart = plots.forest(
-        "effect", intervals, x="TTFT of the baseline over TTFT of the arm", neutral=1.0
-    )
     return [
-        Heading("Effect on time to first token"),
-        Text(
-            "Each turn is compared with the same turn of the same conversation on the arm that "
-            "differs in one thing. Median of the ratios with a 95 % bootstrap interval over "
-            "conversations; above 1 the arm is faster. First turns, which have nothing to reuse, "
-            "are left out where a workload has later ones."
-        ),
-        Figure("effect", chart, "Green: faster; red: slower; grey: the interval includes 1."),
         Table(
             (
                 "workload",
@@ -140,7 +178,7 @@ def _verdict(ratio: Estimate) -> str:
 
 
 def _published(turns: Sequence[TurnRecord]) -> list[Block]:
-    mine = [record for record in turns if record.workload == LENGTHS and record.turn > 1]
+    mine = [record for record in turns if _of_lengths(record) and record.turn > 1]
     if not mine:
         return []
     asked = sorted({int(record.conversation.split("-")[1]) for record in mine})
@@ -206,6 +244,10 @@ def _published(turns: Sequence[TurnRecord]) -> list[Block]:
     return blocks
 
 
+def _of_lengths(record: TurnRecord) -> bool:
+    return record.workload.split(" ")[0] == LENGTHS
+
+
 def _length(turns: Sequence[TurnRecord], group: summary.Group, name: object) -> float:
     found = [record.prompt_tokens or 0 for record in turns if group(record) == name]
     return sorted(found)[len(found) // 2]
@@ -244,7 +286,7 @@ def _split_table(parts: Sequence[summary.Split], first: str) -> Table:
 
 
 def _times(turns: Sequence[TurnRecord]) -> list[Block]:
-    others = [record for record in turns if record.workload != LENGTHS]
+    others = [record for record in turns if not _of_lengths(record)]
     if not others:
         return []
     blocks: list[Block] = [Heading("TTFT by workload, turn and length")]
@@ -264,7 +306,7 @@ def _times(turns: Sequence[TurnRecord]) -> list[Block]:
             )
             for arm in dict.fromkeys(row.arm for row in rows)
         ]
-        name = f"turns-{workload}"
+        name = f"turns-{re.sub(r'[^a-z0-9]+', '-', workload).strip('-')}"
         chart = plots.lines(name, curves, x="turn", y="TTFT, ms (median)", log_y=True)
         blocks.append(Figure(name, chart, f"{workload}: median TTFT by turn, logarithmic."))
         blocks.append(_quantile_table(rows, f"{workload}, turn"))

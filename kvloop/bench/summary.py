@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvloop.bench.legs import BASELINE, KNOWN_ARMS, reference_of
+from kvloop.bench.legs import BASELINES, KNOWN_ARMS, reference_of
 from kvloop.bench.records import Run, Sample, Span, TurnRecord
 from kvloop.bench.stats import Estimate, bootstrap, median, quantile
 
@@ -87,10 +87,8 @@ def compare(run_turns: Sequence[TurnRecord], *, first_turns: bool = False) -> li
     several = {r.workload for r in run_turns if r.turn > 1}
     pairs: dict[tuple[str, str, str], dict[Hashable, list[tuple[float, float]]]] = {}
     for arms in by_place.values():
-        for arm, record in arms.items():
-            baseline = BASELINE.get(arm)
-            if baseline is None or baseline not in arms:
-                continue
+        for arm, baseline in _pairs(arms):
+            record = arms[arm]
             if record.turn == 1 and not first_turns and record.workload in several:
                 continue
             before, after = arms[baseline].ttft, record.ttft
@@ -99,7 +97,12 @@ def compare(run_turns: Sequence[TurnRecord], *, first_turns: bool = False) -> li
             key = (record.workload, arm, baseline)
             pairs.setdefault(key, {}).setdefault(_cluster(record), []).append((before, after))
     found = []
-    for (workload, arm, baseline), clusters in pairs.items():
+    workloads = list(dict.fromkeys(record.workload for record in run_turns))
+    known = [*KNOWN_ARMS]
+    for (workload, arm, baseline), clusters in sorted(
+        pairs.items(),
+        key=lambda item: (workloads.index(item[0][0]), known.index(item[0][1]), item[0][2]),
+    ):
         ratios = {c: [before / after for before, after in v] for c, v in clusters.items()}
         saved = {c: [before - after for before, after in v] for c, v in clusters.items()}
         flat = [r for values in ratios.values() for r in values]
@@ -115,6 +118,12 @@ def compare(run_turns: Sequence[TurnRecord], *, first_turns: bool = False) -> li
             )
         )
     return found
+
+
+def _pairs(arms: Iterable[str]) -> list[tuple[str, str]]:
+    """Arm and baseline, of those that were asked the same turn."""
+    there = list(arms)
+    return [(arm, other) for arm in there for other in BASELINES.get(arm, ()) if other in there]
 
 
 @dataclass(frozen=True)
@@ -239,13 +248,13 @@ def splits(turns: Iterable[TurnRecord], group: Group) -> list[Split]:
     """Of turns whose legs and transfers are known (proxies that the run started itself)."""
     groups: dict[tuple[Hashable, str], list[TurnRecord]] = defaultdict(list)
     for record in turns:
-        if record.ok and "prefill" in record.legs and record.pull is not None:
+        if record.ok and record.legs and record.pull is not None:
             groups[group(record), record.arm].append(record)
     found = []
     for (name, arm), each in sorted(groups.items(), key=lambda item: _order(item[0])):
         pulls = [record.pull.seconds for record in each if record.pull is not None]
         compute = [
-            max(0.0, record.legs["prefill"] - record.pull.seconds)
+            max(0.0, record.legs.get("prefill", 0.0) - record.pull.seconds)
             for record in each
             if record.pull is not None
         ]

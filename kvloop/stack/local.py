@@ -65,6 +65,7 @@ def plan_local_stack(options: Options, folder: StateFolder) -> StackPlan:
     # A wildcard is an address to listen on, not one to connect to.
     reachable = "127.0.0.1" if options.host in ("0.0.0.0", "::", "") else options.host
     url = f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{options.port}"
+    admin = _admin_port(options.port)
     proxy = Part(
         name="proxy",
         argv=(sys.executable, "-m", "proxy"),
@@ -74,13 +75,18 @@ def plan_local_stack(options: Options, folder: StateFolder) -> StackPlan:
             **environment,
             "KVLOOP_HOST": options.host,
             "KVLOOP_PORT": str(options.port),
-            "KVLOOP_ADMIN_PORT": str(_admin_port(options.port)),
+            "KVLOOP_ADMIN_PORT": str(admin),
             "KVLOOP_PREFILL_URLS": prefill,
             "KVLOOP_DECODE_URLS": decode,
         },
         after=tuple(part.name for part in store),
     )
-    return StackPlan(parts=(*make_model, *store, *workers, proxy), url=url, model=model)
+    return StackPlan(
+        parts=(*make_model, *store, *workers, proxy),
+        url=url,
+        model=model,
+        live_url=f"http://127.0.0.1:{admin}/",
+    )
 
 
 def model_part(options: Options) -> tuple[str, Path, list[Part]]:

@@ -49,6 +49,8 @@ class StackPlan:
     """Where the proxy listens: ``http://host:port``."""
     model: str
     """Name to put into a request's ``model``."""
+    live_url: str = ""
+    """Where the proxy's live page is."""
 
     def __post_init__(self) -> None:
         names = [part.name for part in self.parts]

@@ -176,6 +176,7 @@ def ready_text(state: StackState, *, detached: bool) -> str:
     command = _own_command()
     chat = f"{command} chat" + ("" if state.url.endswith(":8000") else f" --url {state.url}")
     stop = f"{command} down" if detached else "Ctrl-C"
+    watch = f"Watch it:   {state.live_url}\n" if state.live_url else ""
     return f"""
 Ready: {state.url}/v1 serves the model {state.model}.
 
@@ -191,7 +192,7 @@ messages = [{{"role": "user", "content": "Tell me about the sea."}}]
 answer = client.chat.completions.create(model="{state.model}", messages=messages, max_tokens=64)
 print(answer.choices[0].message.content)
 
-Talk to it: {chat}
+{watch}Talk to it: {chat}
 Stop it:    {stop}
 """
 

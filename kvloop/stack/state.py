@@ -73,6 +73,7 @@ class StackState:
     model: str
     parts: tuple[PartState, ...]
     problem: str = ""
+    live_url: str = ""
 
     @property
     def failed_parts(self) -> tuple[PartState, ...]:

@@ -104,6 +104,7 @@ class Supervisor:
             phase=Phase.STARTING,
             supervisor=me,
             url=plan.url,
+            live_url=plan.live_url,
             model=plan.model,
             parts=tuple(
                 PartState(

@@ -64,6 +64,7 @@ class GeneratingRoute:
         response = Response(send)
         headers = dict(scope["headers"])
         request_id = request_id_of(headers)
+        log.request_id.set(request_id)
         try:
             with self._callers.admitted(caller_of(scope)):
                 await self._serve(scope, receive, response, headers, request_id)
@@ -91,6 +92,7 @@ class GeneratingRoute:
             await self._fail(response, late, {"X-Request-Id": request_id, "Connection": "close"})
             return
         turn = self._admit(data, headers, request_id, caller_of(scope))
+        self._conductor.begin(turn, headers)
         outcome = "error"
         try:
             with self._stalls.watching(response):

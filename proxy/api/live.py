@@ -1,5 +1,7 @@
 """[io] The live page on the admin port, and the JSON behind it.
 
+Each process of a proxy has a memory of its own; the page says whose it shows.
+
 ``/`` is the page, three files from ``proxy/live``; ``/live/stream`` tells it what happens, as
 server-sent events. Nothing is loaded from elsewhere: it works without internet.
 """
@@ -7,6 +9,7 @@ server-sent events. Nothing is loaded from elsewhere: it works without internet.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from importlib import resources
@@ -18,7 +21,7 @@ from fastapi.responses import StreamingResponse
 
 from proxy import __version__
 from proxy.errors import ClientError, Overloaded
-from proxy.workers.pool import Worker
+from proxy.workers.pool import Role, Worker
 
 if TYPE_CHECKING:
     from proxy.app import App
@@ -69,13 +72,42 @@ class Live:
         admission, recent = app.conductor.admission, app.conductor.recent
         return {
             "now": round(now, 3),
+            # Of several processes whichever is free answers the operators' port.
+            "process": os.getpid(),
+            "processes": app.settings.workers,
             "number": recent.number,
             "in_flight": admission.in_flight,
             "queued": admission.queued,
             "draining": admission.draining,
             "reuse": app.conductor.reuse_on,
-            "workers": [_worker_page(worker) for worker in app.pool.workers],
+            "workers": [self._worker(worker) for worker in app.pool.workers],
             "sessions": [session.page() for session in recent.sessions(_SESSIONS)],
+        }
+
+    def _worker(self, worker: Worker) -> dict[str, Any]:
+        now = time.monotonic()
+        paused = [
+            what
+            for what, so in (
+                ("turns", not worker.in_favour(now)),
+                ("pulls", not worker.pulls_allowed(now)),
+                ("transfers", not worker.transfers_allowed(now)),
+            )
+            if so
+        ]
+        return {
+            "name": worker.name,
+            "role": worker.role,
+            "healthy": worker.healthy,
+            "paused": paused,
+            "outstanding": worker.outstanding,
+            "kv_blocks": worker.kv_blocks,
+            "pinned_blocks": worker.pinned_blocks,
+            "pin_limit_blocks": worker.pin_limit_blocks,
+            "budget_blocks": self._app.conductor.retention.budget(worker)
+            if worker.role is Role.DECODE
+            else None,
+            "error": worker.last_error or None,
         }
 
     def history(self, session: str) -> list[dict[str, Any]]:
@@ -155,27 +187,3 @@ def _file(body: bytes, kind: str) -> Any:
 
 def _event(name: str, data: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
-
-
-def _worker_page(worker: Worker) -> dict[str, Any]:
-    now = time.monotonic()
-    paused = [
-        what
-        for what, so in (
-            ("turns", not worker.in_favour(now)),
-            ("pulls", not worker.pulls_allowed(now)),
-            ("transfers", not worker.transfers_allowed(now)),
-        )
-        if so
-    ]
-    return {
-        "name": worker.name,
-        "role": worker.role,
-        "healthy": worker.healthy,
-        "paused": paused,
-        "outstanding": worker.outstanding,
-        "kv_blocks": worker.kv_blocks,
-        "pinned_blocks": worker.pinned_blocks,
-        "pin_limit_blocks": worker.pin_limit_blocks,
-        "error": worker.last_error or None,
-    }

@@ -212,7 +212,7 @@ function drawWorkers() {
     if (worker.pin_limit_blocks && worker.role === "decode") {
       const share = 100 * (worker.pinned_blocks || 0) / worker.pin_limit_blocks;
       parts.push(make("div", { class: "bar" }, make("span", { class: share > 90 ? "full" : "pull", "width%": Math.min(100, share) })),
-        make("p", {}, "keeps ", make("strong", {}, number(worker.pinned_blocks)), ` of at most ${number(worker.pin_limit_blocks)} blocks (${number(worker.kv_blocks)} in all)`));
+        make("p", {}, "keeps ", make("strong", {}, number(worker.pinned_blocks)), ` of at most ${number(worker.pin_limit_blocks)} blocks; budget ${number(worker.budget_blocks)}, ${number(worker.kv_blocks)} in all`));
     } else if (worker.kv_blocks) parts.push(make("p", {}, `${number(worker.kv_blocks)} KV blocks`));
     if (worker.error) parts.push(make("p", {}, worker.error));
     return make("div", { class: "worker" }, ...parts);
@@ -257,8 +257,12 @@ async function showHistory(id) {
   $("history-turns").replaceChildren();
   if (!dialog.open) dialog.showModal();
   const answer = await fetch(`live/sessions/${encodeURIComponent(id)}`).catch(() => null);
-  if (!answer || !answer.ok) { $("history-text").textContent = answer ? "No turn of this session is remembered any more." : "The proxy does not answer."; return; }
-  const turns = (await answer.json()).turns;
+  if (!answer) { $("history-text").textContent = "The proxy does not answer."; return; }
+  // Another process may have answered: it knows other turns of the session than this page does.
+  const known = new Map(state.turns.filter((turn) => turn.session === id).map((turn) => [`${turn.request} ${turn.at}`, turn]));
+  for (const turn of answer.ok ? (await answer.json()).turns : []) known.set(`${turn.request} ${turn.at}`, turn);
+  const turns = [...known.values()].sort((one, other) => one.at - other.at);
+  if (!turns.length) { $("history-text").textContent = "No turn of this session is remembered any more."; return; }
   const computed = turns.reduce((all, turn) => all + turn.prompt_tokens - turn.reused_tokens, 0), prompt = turns.reduce((all, turn) => all + turn.prompt_tokens, 0);
   $("history-text").textContent = `${turns.length} turns remembered, ${number(prompt)} prompt tokens, ${number(computed)} of them computed.`;
   $("history-turns").replaceChildren(...turns.map((turn) => {
@@ -279,12 +283,14 @@ function drawNotes() {
   const notes = [];
   if (state.reuse === false) notes.push("reuse is off");
   if (state.draining) notes.push("draining");
-  $("notes").replaceChildren(...notes.map((note) => make("span", { class: "badge bad" }, note)));
+  const badges = notes.map((note) => make("span", { class: "badge bad" }, note));
+  if (state.processes > 1) badges.push(make("span", { class: "badge", title: "Each process remembers its own turns. Reload to see another." }, `process ${state.process}, one of ${state.processes}`));
+  $("notes").replaceChildren(...badges);
 }
 function draw() { drawNotes(); drawTiles(); drawFlow(); drawCharts(); drawWorkers(); drawSessions(); drawTurns(); }
 
 function take(data, fresh) {
-  for (const name of ["now", "in_flight", "queued", "draining", "reuse", "workers", "sessions"]) state[name] = data[name];
+  for (const name of ["now", "process", "processes", "in_flight", "queued", "draining", "reuse", "workers", "sessions"]) state[name] = data[name];
   if (fresh) { state.turns = data.turns; state.slices = new Map(); $("version").textContent = `kvloop ${data.version}`; }
   else {
     state.turns = [...state.turns, ...data.turns].slice(-KEPT_TURNS);

@@ -14,7 +14,8 @@ beside it.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -224,22 +225,17 @@ class SessionTable:
         with None it goes too.
         """
         key = b"kvloop:{" + scope.encode() + b"}:h:" + id.encode()
+        mark_key = key + MARK.encode()
         record = await self._guard(lambda: self._evict(keys=[key]))
         holding = decode(id, record) if record else None
-        if why is None:
-            await self._guard(lambda: self._redis.unlink(key + MARK.encode()))
-        elif holding is not None:
-            mark = encode(mark_of(holding, why))
-            await self._guard(lambda: self._remark(keys=[key + MARK.encode()], args=[mark]))
+        # Whatever becomes of the mark: a holding that was found is ours now, and must be released.
+        with suppress(TableUnavailable):
+            if why is None:
+                await self._guard(lambda: self._link.command("UNLINK", mark_key))
+            elif holding is not None:
+                mark = encode(mark_of(holding, why))
+                await self._guard(lambda: self._remark(keys=[mark_key], args=[mark]))
         return holding
-
-    async def remaining(self, identity: Identity, holdings: Sequence[Holding]) -> list[float]:
-        """Seconds for which each holding may still be claimed; 0 for one that is gone."""
-        scope = _scope_prefix(identity)
-        batch = self._redis.pipeline(transaction=False)
-        for holding in holdings:
-            batch.pttl(scope + b"h:" + holding.id.encode())
-        return [max(0, left) / 1000 for left in await self._guard(batch.execute)]
 
     async def commit(
         self,

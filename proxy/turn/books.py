@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -20,6 +21,8 @@ class Books:
         self._metrics = metrics
         self._recent = recent
         self._estimate = ColdEstimate()
+        # Looking up a metric's child costs more than adding to it; there are not many.
+        self._of = functools.cache(lambda metric, *labels: metric.labels(*labels))
 
     def close(self, turn: Turn, outcome: str) -> None:
         """``outcome``: ok, error, stream_error, client_left, client_stalled."""
@@ -29,18 +32,22 @@ class Books:
         story = _story(turn, outcome, total, cold)
         log.event("turn", **story)
         self._recent.add(story, time.time())
+        turn.trace.end(story)
 
     def _estimated_cold(self, turn: Turn) -> float | None:
         """Seconds that the prefill leg would have taken cold; learns from those that were."""
         took = turn.legs.get("prefill")
         if took is None or turn.ttft is None or not turn.prompt_tokens:
             return None
-        if turn.reused_tokens == 0:
-            if turn.route == ColdPrefill.route and turn.attempts == 1 and not turn.planned_pull:
+        if turn.route == ColdPrefill.route and not turn.reused_tokens:
+            if turn.attempts == 1 and not turn.planned_pull:
                 self._estimate.seen(turn.prompt_tokens, took)
             return None
+        if turn.route != PrefillWithPull.route:
+            return None
         metrics = self._metrics
-        cold = self._estimate.seconds(turn.prompt_tokens)
+        # What prefill had itself it would have had without us too.
+        cold = self._estimate.seconds(turn.prompt_tokens - (turn.prefill_cached_tokens or 0))
         if cold is None:
             metrics.reuse_unestimated.inc()
         else:
@@ -49,30 +56,30 @@ class Books:
         return cold
 
     def _count(self, turn: Turn, outcome: str, total: float) -> None:
-        metrics = self._metrics
+        metrics, of = self._metrics, self._of
         route = turn.route or "none"
-        metrics.turns.labels(route, str(turn.reason), outcome).inc()
+        of(metrics.turns, route, str(turn.reason), outcome).inc()
         metrics.mismatched_tokens.inc(turn.mismatched_tokens)
         for leg, seconds in turn.legs.items():
-            metrics.leg_seconds.labels(leg, route).observe(seconds)
+            of(metrics.leg_seconds, leg, route).observe(seconds)
         if outcome == "ok":
-            metrics.turn_seconds.labels(route).observe(total)
+            of(metrics.turn_seconds, route).observe(total)
         if turn.ttft is None:
             return
-        metrics.ttft.labels(route).observe(turn.ttft)
+        of(metrics.ttft, route).observe(turn.ttft)
         if turn.gaps:
-            metrics.itl_seconds.labels(route).observe(turn.gap_seconds / turn.gaps)
-            metrics.longest_gap_seconds.labels(route).observe(turn.longest_gap)
+            of(metrics.itl_seconds, route).observe(turn.gap_seconds / turn.gaps)
+            of(metrics.longest_gap_seconds, route).observe(turn.longest_gap)
         if turn.returning:
-            metrics.returning_turns.labels(_came_back(turn)).inc()
+            of(metrics.returning_turns, _came_back(turn)).inc()
         if turn.prompt_tokens:
             tokens = metrics.prompt_tokens
-            tokens.labels("computed").inc(max(0, turn.prompt_tokens - turn.reused_tokens))
+            of(tokens, "computed").inc(max(0, turn.prompt_tokens - turn.reused_tokens))
             if turn.pulled_tokens is None or turn.prefill_cached_tokens is None:
-                tokens.labels("reused").inc(turn.reused_tokens)
+                of(tokens, "reused").inc(turn.reused_tokens)
             else:
-                tokens.labels("pulled").inc(turn.pulled_tokens)
-                tokens.labels("prefill_cache").inc(turn.prefill_cached_tokens)
+                of(tokens, "pulled").inc(turn.pulled_tokens)
+                of(tokens, "prefill_cache").inc(turn.prefill_cached_tokens)
                 if turn.route == PrefillWithPull.route and not turn.pulled_tokens:
                     metrics.pulls_declined.inc(turn.reused_tokens < turn.planned_pull)
 
@@ -89,6 +96,7 @@ def _story(turn: Turn, outcome: str, total: float, cold: float | None) -> dict[s
     """The turn's line in the log."""
     return {
         "request": turn.request_id,
+        "trace": turn.trace.trace_id or None,
         "session": turn.identity.label,
         "api": turn.dialect.name,
         "tenant": turn.caller.tenant or None,

@@ -12,6 +12,8 @@ happens when one fails. The rules that these files must keep:
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from proxy import log
 from proxy.errors import NoWorker, WorkerError, WorkerRefused
@@ -32,9 +34,13 @@ from proxy.turn.reasons import Reason
 from proxy.turn.record import Prompt, Sink, Turn
 from proxy.turn.releases import Releases
 from proxy.turn.retaining import Retention
+from proxy.turn.trace import TurnTrace, trace_headers
 from proxy.workers.client import WorkerClient
 from proxy.workers.pool import Pool, Role, Worker
 from proxy.workers.verdicts import Verdicts
+
+if TYPE_CHECKING:
+    from proxy.tracing import Tracing
 
 
 class Conductor:
@@ -49,7 +55,9 @@ class Conductor:
         table: SessionTable,
         ledger: Ledger,
         metrics: Metrics,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self.background = Background()
         verdicts = Verdicts(settings)
         self.releases = Releases(settings, pool, client, metrics, self.background, verdicts)
@@ -73,6 +81,7 @@ class Conductor:
         self._prefill = PrefillLeg(self._parts)
         self._decode = DecodeLeg(self._parts)
         self.recent = RecentTurns(settings.recent_turns)
+        self.retention.on_given_up = self.recent.given_up
         self._books = Books(metrics, self.recent)
         self.admission = Admission(
             metrics,
@@ -97,6 +106,13 @@ class Conductor:
     @property
     def background_tasks(self) -> int:
         return len(self.background.tasks)
+
+    def begin(self, turn: Turn, headers: Mapping[bytes, bytes]) -> None:
+        """The request's headers (lower-case names) say which trace the turn belongs to."""
+        if self._tracing is not None:
+            turn.trace = self._tracing.turn(headers)
+        elif given := trace_headers(headers):
+            turn.trace = TurnTrace(given)
 
     async def perform(self, turn: Turn, sink: Sink) -> None:
         """Answer a turn through ``sink``. Raises ``KvloopError`` if nothing was sent."""

@@ -61,11 +61,15 @@ class DecodeLeg:
             worker=worker.name,
         )
         kept_prompt = prompt.tokens if prompt and keep else None
-        headers = {"X-Request-Id": f"{turn.request_id}-d{turn.attempts}"}
-        if turn.streamed:
-            await self._decode_stream(turn, worker, body, headers, kept_prompt, sink)
-        else:
-            await self._decode_whole(turn, worker, body, headers, kept_prompt, sink)
+        with turn.trace.span("decode"):
+            headers = {
+                "X-Request-Id": f"{turn.request_id}-d{turn.attempts}",
+                **turn.trace.headers(),
+            }
+            if turn.streamed:
+                await self._decode_stream(turn, worker, body, headers, kept_prompt, sink)
+            else:
+                await self._decode_whole(turn, worker, body, headers, kept_prompt, sink)
 
     async def _decode_whole(
         self,

@@ -98,7 +98,7 @@ class Keeping:
             )
         try:
             if ttl > 0:
-                with self._parts.table_operation("commit"):
+                with turn.trace.span("commit"), self._parts.table_operation("commit"):
                     stored = await self._parts.table.commit(
                         turn.identity, holding, ttl_seconds=ttl, mark_seconds=mark
                     )

@@ -38,7 +38,7 @@ class Lookup:
         ids = turn.dialect.given_ids(turn.body)
         if ids is not None:
             return self._prompt(turn, ids)
-        with turn.leg("tokenise"):
+        with turn.leg("tokenise"), turn.trace.span("tokenise"):
             for worker in workers:
                 try:
                     ids = await self._rendered(worker, turn.dialect, turn.body)
@@ -98,7 +98,8 @@ class Lookup:
         match: Match | None = None
         if prompt is not None:
             try:
-                match, miss = await self._claim(turn, prompt.tokens, prefill)
+                with turn.trace.span("claim"):
+                    match, miss = await self._claim(turn, prompt.tokens, prefill)
             except TableUnavailable:
                 miss = Reason.TABLE_UNAVAILABLE
         holding = match.holding if match else None
@@ -107,15 +108,16 @@ class Lookup:
             turn.holding_used = holding.id
             assert match is not None
             turn.mismatched_tokens = holding.fingerprint.token_count - match.common
-        plan = plan_turn(
-            match=match,
-            holder=self._parts.pool.holder(
-                holding.worker if holding else "", holding.engine_id if holding else ""
-            ),
-            miss=miss,
-            limits=self._limits,
-            pull_allowed=prefill.pulls_allowed(time.monotonic()),
-        )
+        with turn.trace.span("plan"):
+            plan = plan_turn(
+                match=match,
+                holder=self._parts.pool.holder(
+                    holding.worker if holding else "", holding.engine_id if holding else ""
+                ),
+                miss=miss,
+                limits=self._limits,
+                pull_allowed=prefill.pulls_allowed(time.monotonic()),
+            )
         if turn.claimed is not None and not _spends(plan):
             # Most likely its process is gone, and prefill learns that in milliseconds. But a turn
             # that ended before the restart was noticed carries the old epoch and a live pin.

@@ -41,7 +41,7 @@ class PrefillLeg:
             warm = pull is not None or release is not None
             turn.prefill_worker = worker.name
             try:
-                with busy(worker), turn.leg("prefill"):
+                with busy(worker), turn.leg("prefill"), turn.trace.span("prefill"):
                     if warm:
                         answer = await self._warm_call(turn, worker, prompt, pull, release)
                     else:
@@ -178,7 +178,10 @@ class PrefillLeg:
             timeout=settings.warm_prefill_timeout_seconds
             if pull is not None
             else settings.cold_prefill_timeout_seconds,
-            headers={"X-Request-Id": f"{turn.request_id}-p{turn.attempts}"},
+            headers={
+                "X-Request-Id": f"{turn.request_id}-p{turn.attempts}",
+                **turn.trace.headers(),
+            },
             repeatable=not warm,  # a warm prefill may have been read: its handle is spent
         )
         if watched and prompt is not None and (first := wire.first_token(answer)) is not None:

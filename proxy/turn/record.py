@@ -17,6 +17,7 @@ from proxy.session.identity import NOBODY, Caller, Identity
 from proxy.session.ledger import Place
 from proxy.turn.plan import DecodeOnly, PrefillWithPull, TurnPlan
 from proxy.turn.reasons import Reason
+from proxy.turn.trace import TurnTrace
 
 
 class Sink(Protocol):
@@ -84,6 +85,7 @@ class Turn:
     handed_over: bool = True
     """False between prefill's answer and decode's first sign of life."""
     legs: dict[str, float] = field(default_factory=dict)
+    trace: TurnTrace = field(default_factory=TurnTrace)
     last_piece: float = 0.0
     """Monotonic time of the newest content that was sent on."""
     gaps: int = 0
@@ -138,6 +140,7 @@ class Turn:
         self.stage = "relay"
         self.last_piece = time.monotonic()
         self.ttft = self.last_piece - self.started
+        self.trace.first_content()
 
     def next_content(self) -> None:
         """One more piece of a stream. On the hot path: a clock reading and two sums."""

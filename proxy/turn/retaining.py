@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
@@ -91,10 +92,12 @@ class Retention:
         self._metrics = metrics
         self._background = background
         self._releases = releases
-        self._groups = Groups()
+        self.groups = Groups()
         self._locks: dict[str, asyncio.Lock] = {}
         self._stray: dict[Place, _Strays] = {}
         self._sweeper: asyncio.Task[None] | None = None
+        self.on_given_up: Callable[[str], None] = lambda id: None
+        """Told the id of each holding that this proxy gives up."""
 
     def start(self) -> None:
         self._sweeper = asyncio.create_task(self._sweep_on(), name="retention sweep")
@@ -130,7 +133,7 @@ class Retention:
             gap = max(0.0, time.time() - holding.kept_at)
             self._metrics.turn_gap_seconds.observe(gap)
             if holding.group:
-                self._groups.learn(holding.group).turn_came(gap)
+                self.groups.learn(holding.group).turn_came(gap)
 
     def group(self, turn: Turn) -> str:
         """To whose habits this turn's own next turn will count."""
@@ -139,7 +142,7 @@ class Retention:
     def lease(self, turn: Turn) -> float:
         """Seconds for which decode is asked to keep this turn's blocks, the margin included."""
         settings = self._settings
-        usable = self._groups.of(self.group(turn)).lease(
+        usable = self.groups.of(self.group(turn)).lease(
             shortest=settings.shortest_lease_seconds, longest=settings.longest_usable_seconds
         )
         return usable + settings.expiry_margin_seconds
@@ -193,7 +196,7 @@ class Retention:
 
     def turn_kept(self, turn: Turn) -> None:
         """A turn has ended that may have a next one."""
-        self._groups.learn(self.group(turn)).turn_kept()
+        self.groups.learn(self.group(turn)).turn_kept()
 
     def turn_over(self, turn: Turn) -> None:
         """Whatever this turn still has in a ledger goes."""
@@ -218,6 +221,7 @@ class Retention:
         if holding is None or holding.handle is None:
             return 0
         self._metrics.evictions.labels("session_deleted").inc()
+        self.on_given_up(id)
         self._releases.later(model, holding)
         self.gone(holding)
         return holding.block_count
@@ -299,7 +303,7 @@ class Retention:
             seen: set[str] = set()
             while current is not None and current.blocks > budget and len(seen) < _MOST_VICTIMS:
                 ranked = by_worth(
-                    current.candidates, self._groups, now=current.now, newcomer=newcomer
+                    current.candidates, self.groups, now=current.now, newcomer=newcomer
                 )
                 victim = next((entry for entry in ranked if entry.id not in seen), None)
                 if victim is None:
@@ -317,6 +321,7 @@ class Retention:
         remove = [victim.id]
         if holding is not None:
             self._metrics.evictions.labels("budget").inc()
+            self.on_given_up(victim.id)
             self._releases.later(victim.model, holding)
         elif age < _SETTLED_SECONDS:
             remove = []

@@ -91,20 +91,23 @@ async def connect(port: int, requests: Requests) -> Client:
 
 async def _one(port: int, requests: Requests, until: float, sample: Sample) -> None:
     client = await connect(port, requests)
-    while time.perf_counter() < until:
+    while True:
         first = await client.send()
         if first is None:
             sample.errors += 1
         else:
             sample.ttft.append(first)
             sample.requests += 1
+        if time.perf_counter() >= until:
+            break
         if client.lost:
             client = await connect(port, requests)
     client.close()
 
 
 async def round_of(port: int, clients: int, seconds: float, prompt_bytes: int) -> Sample:
-    """``clients`` clients for ``seconds`` seconds, each to the end of its last answer."""
+    """``clients`` clients for ``seconds`` seconds, each to the end of its last answer, of which
+    there is one at least."""
     sample = Sample()
     requests = Requests(prompt_bytes)
     start = time.perf_counter()

@@ -110,6 +110,7 @@ def targets(
     processes: list[int],
     *,
     more: tuple[str, ...] = (),
+    pipe: bool = False,
 ) -> Iterator[list[Target]]:
     """Two fake workers and everything that stands before them."""
     prefill, decode = free_port(), free_port()
@@ -124,7 +125,13 @@ def targets(
         wait_for(prefill, "/health")
         wait_for(decode, "/health")
         found.append(Target(DIRECT, decode, direct.pid))
-        with _routers(p, d, router, processes) as routers:
+        with _routers(p, d, router, processes) as routers, ExitStack() as stack:
+            if pipe:
+                port = free_port()
+                command = [sys.executable, "-m", "tests.bench.pipe", "--port", str(port)]
+                process = stack.enter_context(started([*command, "--to", str(decode)]))
+                wait_for(port, "/health")
+                found.append(Target("bare pipe to decode", port, process.pid))
             yield found + routers
 
 
@@ -399,7 +406,7 @@ def paced(chosen: argparse.Namespace) -> str:
     lines = ["| streams | target | chunks/s | CPU µs/chunk | CPU % |", "|---|---|---|---|---|"]
     chunks = 200
     with targets(
-        chunks, chosen.prompt_bytes[0], chosen.router, [1], more=("--pace", str(_PACE))
+        chunks, chosen.prompt_bytes[0], chosen.router, [1], more=("--pace", str(_PACE)), pipe=True
     ) as found:
         for clients in (32, 256):
             cell = Cell(chosen.prompt_bytes[0], chunks, clients)

@@ -20,6 +20,8 @@ import aiohttp
 
 Message = dict[str, Any]
 
+_COMPARED_AT_ONCE = 8
+
 
 class Verdict(Enum):
     """What became of one request."""
@@ -76,11 +78,16 @@ class Tally:
     async def compare(self, cold: Callable[[list[Message]], Awaitable[str]]) -> None:
         """Judge what was unsure, with answers that were computed from nothing."""
         unsure, self.unsure = self.unsure, []
-        for messages, heard in unsure:
-            wanted = await cold(messages)
+        places = asyncio.Semaphore(_COMPARED_AT_ONCE)
+
+        async def judge(messages: list[Message], heard: Heard) -> None:
+            async with places:
+                wanted = await cold(messages)
             if (verdict := heard.judged(wanted)) is Verdict.WRONG:
                 self.verdicts[Verdict.RIGHT if heard.ended else Verdict.ERROR] -= 1
                 self.note(verdict, f"{heard.text!r} and not {wanted!r}, message {len(messages)}")
+
+        await asyncio.gather(*(judge(messages, heard) for messages, heard in unsure))
 
 
 class Front(Protocol):

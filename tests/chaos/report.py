@@ -63,6 +63,8 @@ def complaints(rows: Sequence[Row]) -> list[str]:
         found += [f"{row.fault}: {each}" for each in (*row.tally.complaints, *row.complaints)]
         if row.leaked.all:
             found.append(f"{row.fault}: leaked {row.leaked}")
+        if row.fault == "no fault" and row.tally.verdicts[Verdict.ERROR]:
+            found.append(f"{row.fault}: {row.tally.verdicts[Verdict.ERROR]} errors")
         if not row.tally.verdicts[Verdict.RIGHT]:
             found.append(f"{row.fault}: not one right answer")
     return found

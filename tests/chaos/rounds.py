@@ -20,13 +20,16 @@ from tests.chaos.replica import Replica, Store
 from tests.chaos.worker import ChaosCluster, ChaosWorker, right_answer
 from tests.fakes.worker import MODEL
 
-LEASE = 20.0
+LEASE = 30.0
 """Seconds for which decode keeps a handle's blocks. Short, so that its end can be waited for."""
 MARGIN = 3.0
 """Seconds by which records expire before the blocks they speak of."""
-SETTLES = 12.0
-"""Seconds in which everything but a stranded pin must be gone: idle connections to workers are kept
-for up to 6, a release that finds no prefill worker waits 2 for one."""
+SETTLES = 8.0
+"""Seconds in which pins without an owner must be gone: a release that finds no prefill worker waits
+2 for one. With the round itself well below the lease, or its end would hide a leak."""
+MORE = 20.0
+"""Further seconds for all else: idle connections to workers are kept for up to 6, and a look at
+everything takes seconds on a busy machine."""
 RECOVERS = 15.0
 HANGS = 40.0
 """Seconds after which a client counts as left hanging. Every leg's timeout twice is less."""
@@ -205,11 +208,13 @@ class Rounds:
     async def _left_behind(self, fault: Fault) -> tuple[Leaks, int]:
         found = await settled(self._counter.count, SETTLES)
         pins = found.pins + found.claimed
-        if not pins or not fault.strands:
-            if found.connections:
-                self._rig.complaints.append(f"open: {sorted(self._counter.open)[:4]}")
-            return found, 0
-        return await settled(self._counter.count, self._rig.lease + 2), pins
+        if pins and fault.strands:
+            return await settled(self._counter.count, self._rig.lease + 2), pins
+        if found.all and not pins:
+            found = await settled(self._counter.count, MORE)
+        if found.connections:
+            self._rig.complaints.append(f"open: {sorted(self._counter.open)[:4]}")
+        return found, 0
 
 
 def _never(rig: object) -> Any:

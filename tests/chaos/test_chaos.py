@@ -20,7 +20,7 @@ import pytest
 from proxy.app import App
 from proxy.settings import Settings
 from proxy.turn import prefill_leg
-from proxy.workers import client
+from proxy.workers import http1
 from tests.chaos import report
 from tests.chaos import rounds as played_rounds
 from tests.chaos.faults import FAULTS, Fault
@@ -68,13 +68,16 @@ class InsideCounter(LeakCounter):
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be waited for in seconds is waited for in tenths."""
-    monkeypatch.setattr(client, "_KEEPALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(http1, "_KEEPALIVE_SECONDS", 0.1)
+    monkeypatch.setattr(http1, "_REAP_SECONDS", 0.1)
     monkeypatch.setattr(prefill_leg, "ABORT_SETTLES", 0.05)
+    # Far below the lease, which would hide a leak by ending it.
+    monkeypatch.setattr(played_rounds, "SETTLES", 6.0)
 
 
 @asynccontextmanager
 async def rounds(folder: Path, seed: int) -> AsyncIterator[tuple[Rounds, InsideRig, LeakCounter]]:
-    rig = InsideRig(folder, random.Random(seed), lease=4.0, margin=1.0)
+    rig = InsideRig(folder, random.Random(seed), lease=25.0, margin=1.0)
     async with rig.running(2):
         table = TableWatch(f"redis://127.0.0.1:{rig.store.port}")
         table.start()
@@ -108,6 +111,7 @@ async def test_the_run_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(played_rounds, "right_answer", lambda messages: "something else")
     monkeypatch.setattr(played_rounds, "RECOVERS", 0.1)
     monkeypatch.setattr(played_rounds, "SETTLES", 0.3)
+    monkeypatch.setattr(played_rounds, "MORE", 0.3)
 
     @asynccontextmanager
     async def keeps(rig: Any) -> AsyncIterator[None]:

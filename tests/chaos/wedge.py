@@ -54,7 +54,8 @@ class Wedge:
 
 
 async def play(seed: int, logs: Path | None) -> Wedge:
-    sets = (f"num-gpu-blocks-override={BLOCKS}",)
+    # The longest request must fit into so few blocks.
+    sets = (f"num-gpu-blocks-override={BLOCKS}", "max-model-len=512")
     async with running(seed, logs, decode_sets=sets, replicas=1) as rig:
         load = Load(rig.replicas, MODEL, rig.dice, right=None, hang_after=HANGS, ways=Ways(talks=0))
         left = list(range(REQUESTS))

@@ -157,10 +157,20 @@ class ChaosWorker(FakeWorker):
                 # Nothing that the handler writes may get out.
                 transport.write = lambda data: None  # type: ignore[method-assign]
                 transport.writelines = lambda data: None  # type: ignore[method-assign]
-            response = await handler(request)
+            response = await self._answered(request, handler)
             _reset(transport)
             return response
-        return await handler(request)
+        return await self._answered(request, handler)
+
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """A mistake in the fake itself must not pass for one of the faults played."""
+        try:
+            return await handler(request)
+        except (web.HTTPException, ConnectionError):
+            raise
+        except Exception as error:
+            self.cluster.faults.append(f"its own mistake: {error!r}")
+            raise
 
     # KV.
 
@@ -179,8 +189,8 @@ class ChaosWorker(FakeWorker):
             _read_from_decode.set([*read, *[_GARBAGE] * (count - len(read))])
         return count
 
-    def _handle(self, tokens: list[int], *, is_prefill: bool) -> dict[str, Any]:
-        handle = super()._handle(tokens, is_prefill=is_prefill)
+    def _handle(self, tokens: list[int], *, is_prefill: bool, lease: float = 0) -> dict[str, Any]:
+        handle = super()._handle(tokens, is_prefill=is_prefill, lease=lease)
         if is_prefill:
             read = _read_from_decode.get()
             key = (handle["remote_engine_id"], handle["remote_request_id"])

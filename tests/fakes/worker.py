@@ -130,10 +130,10 @@ class FakeWorker:
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.more_metrics: Callable[[], str] = str
         """Gives lines to add to the page of metrics."""
+        self.headers: list[dict[str, str]] = []
+        """Of each request in ``requests``, with lower-case names."""
         self.started_at = time.time()
         self.stored_responses: dict[str, dict[str, Any]] = {}
-        self.headers: list[dict[str, str]] = []
-        """Request headers, in the order of ``requests``."""
         self.open_requests = 0
         self.aborted = 0
         self._numbers = itertools.count(1)
@@ -246,7 +246,7 @@ class FakeWorker:
     async def _read(self, request: web.Request) -> dict[str, Any]:
         body: dict[str, Any] = json.loads(await request.read())
         self.requests.append((request.path, body))
-        self.headers.append(dict(request.headers))
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
         if self.knobs.fail_next.get(request.path, 0) > 0:
             self.knobs.fail_next[request.path] -= 1
             raise web.HTTPInternalServerError(
@@ -336,7 +336,7 @@ class FakeWorker:
 
     async def _stored_response(self, request: web.Request) -> web.Response:
         self.requests.append((request.path, {}))
-        self.headers.append(dict(request.headers))
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
         found = self.stored_responses.get(request.match_info["id"])
         return web.json_response(found, status=200 if found else 404)
 
@@ -351,7 +351,7 @@ class FakeWorker:
     async def _transcribe(self, request: web.Request) -> web.Response:
         form = await request.post()
         self.requests.append((request.path, {key: str(value) for key, value in form.items()}))
-        self.headers.append(dict(request.headers))
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
         return web.json_response({"text": "words"})
 
     async def _prefilled(

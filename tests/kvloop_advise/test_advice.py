@@ -57,6 +57,12 @@ def test_blocks_are_kept_until_the_next_turn_or_the_lease() -> None:
     assert (kept.mean, kept.peak) == (pytest.approx(3.0), 10)
 
 
+def test_blocks_that_nobody_comes_back_for_are_kept_for_the_margin_too() -> None:
+    traffic = ordered([Turn("a", 0, 0, 160, 1), Turn("b", 100, 100, 16, 1)], "test")
+    kept = play(traffic, MODEL, FAST, lease=20, block=16, threshold=64, margin=30).retention
+    assert kept.mean == pytest.approx(10 * 50 / 100)
+
+
 def test_prefill_s_own_cache_leaves_only_answers_to_pull() -> None:
     traffic = conversations(1, 3, gap=5)
     cached = play_at(traffic, 60, PrefillCache(tokens=1e6))

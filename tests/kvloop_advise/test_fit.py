@@ -9,7 +9,7 @@ import pytest
 
 from kvloop.advise import fit
 from kvloop.advise.model import Costs, KvModel
-from kvloop.bench.records import Transfer, TurnRecord
+from kvloop.bench.records import ArmInfo, Sample, Transfer, TurnRecord
 from tests.kvloop_bench.test_summary import run_of
 
 MODEL = KvModel("test", kv_bytes=1e5, parameters=1e9, attention=1e6)
@@ -57,6 +57,18 @@ def test_the_stated_error_is_of_the_size_of_the_noise() -> None:
         assert 0.04 < check.median_error < 0.25
 
 
+def test_a_machine_that_stalled_now_and_then_does_not_spoil_the_fit() -> None:
+    """One turn in seven took ten times as long."""
+    made = turns(noise=0)
+    stalled = [
+        replace(t, legs={"prefill": t.legs["prefill"] * (10 if n % 7 == 5 else 1)})
+        for n, t in enumerate(made)
+    ]
+    found = fit.fit(run_of(*stalled), MODEL)
+    assert found.costs.flops_per_second == pytest.approx(TRUE.flops_per_second, rel=0.1)
+    assert all(check.median_error < 0.1 for check in found.checks)
+
+
 def test_a_run_of_one_length_cannot_be_fitted() -> None:
     same = [replace(t, prompt_tokens=400, pulled_tokens=0) for t in turns(noise=0)]
     with pytest.raises(fit.CannotFit, match="two lengths"):
@@ -78,3 +90,18 @@ def test_pulls_are_predicted_from_lengths_and_times_alone() -> None:
     missed = fit.check_pulls(early, "published", MODEL, block=16, threshold=64)
     assert missed is not None
     assert missed.bias == -1
+
+
+def test_kept_blocks_are_held_against_decode_s_own_gauge() -> None:
+    """One conversation of 160 tokens kept for 10 of 20 seconds: ten blocks, five on average."""
+    one = TurnRecord("agent", "a", 1, "published", 0.0, 0.0, ttft=0.1, prompt_tokens=160)
+    other = replace(one, conversation="b", started=20.0, prompt_tokens=1)
+    looks = tuple(Sample(t, "d", 10.0 if t <= 10 else 0.0) for t in (2.0, 7.0, 12.0, 17.0))
+    arms = (ArmInfo("published", "", ""), ArmInfo("cold", "", ""))
+    run = run_of(one, other, arms=arms, samples=looks, lease_seconds=10.0)
+    check = fit.check_retained(run, block=16)
+    assert check is not None
+    assert check.bias == pytest.approx(0)
+    doubled = replace(run, samples=tuple(replace(s, pinned_blocks=20.0) for s in looks))
+    assert fit.check_retained(doubled, block=16).bias == pytest.approx(-0.75)
+    assert fit.check_retained(replace(run, arms=arms[1:]), block=16) is None

@@ -34,10 +34,11 @@ def test_our_turn_log() -> None:
         event(21, session="by-prefix"),
     ]
     traffic = logs.read(lines)
-    assert [(t.start, t.end, t.prompt, t.shared) for t in traffic.turns] == [
-        (0.0, 1.0, 100, None),
-        (10.0, 11.0, 150, 109),
-        (19.0, 20.0, 160, 0),
+    # What turn 2 was to pull is turn 1's prompt and its answer of 10 tokens, less the last.
+    assert [(t.start, t.end, t.prompt, t.output, t.shared) for t in traffic.turns] == [
+        (0.0, 1.0, 100, 10, None),
+        (10.0, 11.0, 150, 0, 109),
+        (19.0, 20.0, 160, 0, 0),
     ]
     assert [f.gap for f in traffic.follows()] == [None, 9.0, 8.0]
     assert traffic.skipped == {"turn of an unnamed conversation": 1}

@@ -19,14 +19,14 @@ def test_an_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     """Clusters with a common offset: resampling single values would cover far too seldom."""
     dice = random.Random(3)
     held = 0
-    for trial in range(60):
+    for trial in range(40):
         clusters = {}
         for name in range(16):
             offset = dice.gauss(0, 5)
             clusters[name] = [10 + offset + dice.gauss(0, 0.1) for _ in range(6)]
-        estimate = bootstrap(clusters, mean, seed=trial, resamples=200)
+        estimate = bootstrap(clusters, mean, seed=trial, resamples=100)
         held += estimate.low <= 10 <= estimate.high
-    assert held >= 50
+    assert held >= 33
 
 
 def test_one_conversation_says_nothing_about_others() -> None:

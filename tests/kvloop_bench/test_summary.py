@@ -38,14 +38,14 @@ def test_a_run_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     run = run_of(COLD, zero, samples=(Sample(1.0, "d", 0.0, None), Sample(2.0, "d", None, 0.5)))
     file = tmp_path / "run.json"
     file.write_bytes(records.to_json(run))
-    assert records.read(file) == run
+    assert records.from_json(file.read_bytes(), file.name) == run
 
 
 def test_a_file_that_is_no_run_is_named(tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text("{}")
     with pytest.raises(RunUnreadable, match=r"other\.json"):
-        records.read(file)
+        records.from_json(file.read_bytes(), file.name)
 
 
 def test_arms_are_compared_turn_by_turn() -> None:
@@ -139,3 +139,10 @@ def test_kept_blocks_are_summed_over_decode_workers() -> None:
     )
     (found,) = summary.retained(run_of(samples=looks))
     assert (found.mean, found.peak) == (8.0, 15.0)
+
+
+def test_production_is_compared_with_what_one_would_run_instead_too() -> None:
+    arms = {"prefix-cache": 1.0, "production": 0.5, "single": 0.25, "elsewhere": 9.0}
+    turns = [replace(COLD, arm=arm, ttft=seconds) for arm, seconds in arms.items()]
+    found = {(each.arm, each.baseline): each.ratio.value for each in summary.compare(turns)}
+    assert found == {("production", "prefix-cache"): 2.0, ("production", "single"): 0.5}

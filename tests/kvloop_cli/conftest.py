@@ -85,7 +85,14 @@ class Lab:
 
     def plan(self, *parts: Part) -> None:
         self.folder.create()
-        self.folder.write_plan(StackPlan(parts, url="http://127.0.0.1:8123", model="stub-model"))
+        self.folder.write_plan(
+            StackPlan(
+                parts,
+                url="http://127.0.0.1:8123",
+                model="stub-model",
+                live_url="http://127.0.0.1:8124/",
+            )
+        )
 
     def command(self, *argv: str) -> Command:
         command = Command(*argv)

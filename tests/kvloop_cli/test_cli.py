@@ -92,7 +92,7 @@ def test_make_alone_lists_the_commands() -> None:
     """Each command of the Makefile is listed with one line that says what it does."""
     listed = _run("make")
     assert listed.returncode == 0
-    for target in ("up", "test", "test-fast", "lint", "bench-reuse", "clean"):
+    for target in ("up", "test", "test-fast", "lint", "bench", "clean"):
         assert re.search(rf"^  make {target} +\w", listed.stdout, re.MULTILINE), target
 
 

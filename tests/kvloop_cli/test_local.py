@@ -52,6 +52,7 @@ def test_workers_and_proxy_know_each_other(tmp_path: Path, free_port: int) -> No
     assert [part.name for part in plan.parts] == ["model", "valkey", "prefill", "decode", "proxy"]
     settings = _part(plan, "proxy").environment
     assert settings["KVLOOP_PORT"] == str(free_port)
+    assert plan.live_url == f"http://127.0.0.1:{settings['KVLOOP_ADMIN_PORT']}/"
     assert settings["KVLOOP_REDIS_URL"] == f"unix://{tmp_path}/valkey.sock"
     assert f"{settings['KVLOOP_PREFILL_URLS']}/health" == _part(plan, "prefill").target
     assert f"{settings['KVLOOP_DECODE_URLS']}/health" == _part(plan, "decode").target

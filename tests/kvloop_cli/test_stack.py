@@ -56,6 +56,7 @@ def test_examples_show_the_real_address_and_model(lab: Lab) -> None:
     assert "curl -N http://127.0.0.1:8123/v1/chat/completions" in up.output
     assert '"model": "stub-model"' in up.output
     assert 'base_url="http://127.0.0.1:8123/v1"' in up.output
+    assert "Watch it:   http://127.0.0.1:8124/" in up.output
 
 
 def test_a_part_that_ignores_sigterm_is_killed_after_the_grace(lab: Lab) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from proxy.retention import ReturnTimes, group_of
 from proxy.session.identity import identity_of
 from proxy.turn.retaining import Retention
 from tests.fakes.worker import MODEL, Pin
@@ -170,12 +171,21 @@ def next_place(serving: Serving) -> Any:
 
 
 async def test_a_tenant_that_comes_back_at_once_is_given_short_leases(serve: Serve) -> None:
-    """Its gaps are learned from its turns; the limit from the settings holds."""
+    """Its gaps are learned from its turns, one by one; the limit from the settings holds."""
     serving = await serve(shortest_lease_seconds=20)
-    for number in range(40):
-        await ended(serving, f"chat {number % 2}")
-    first, *_, last = serving.decode.bodies(CHAT)
-    assert first["kv_transfer_params"]["kvloop_lease_seconds"] == 480
+    retention = serving.app.conductor.retention
+    await ended(serving, "a")
+    assert await comes_back(serving, "a") == "history_grew"
+    first, second = serving.decode.bodies(CHAT)
+    for body in (first, second):
+        assert body["kv_transfer_params"]["kvloop_lease_seconds"] == 480
+    group = group_of(identity_of(MODEL, conversation="a"), continues=False)
+    assert sum(retention.groups.of(group).returned) > sum(ReturnTimes().returned) * 0.99 + 0.9
+    for _ in range(100):
+        retention.groups.learn(group).turn_kept()
+        retention.groups.learn(group).turn_came(3)
+    await ended(serving, "b")
+    *_, last = serving.decode.bodies(CHAT)
     assert last["kv_transfer_params"]["kvloop_lease_seconds"] == 20 + 30
 
 

@@ -22,13 +22,17 @@ async def test_sigterm_finishes_streams_refuses_new_turns_and_exits_0(valkey_url
     prefill = await FakeWorker(cluster, "prefill").start()
     decode = await FakeWorker(cluster, "decode").start()
     decode.knobs.answer, decode.knobs.chunk_delay = "x" * 40, 0.05
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    # The port after a free one is often taken: both are looked for.
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        url = f"http://127.0.0.1:{one.getsockname()[1]}"
+        admin_port = other.getsockname()[1]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "proxy", "--port", url.rsplit(":", 1)[1]),
         *("--prefill-urls", prefill.url, "--decode-urls", decode.url),
-        *("--redis-url", valkey_url),
+        *("--redis-url", valkey_url, "--admin-port", str(admin_port)),
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stderr=asyncio.subprocess.DEVNULL,
@@ -45,8 +49,7 @@ async def test_sigterm_finishes_streams_refuses_new_turns_and_exits_0(valkey_url
                 except aiohttp.ClientError:
                     pass
                 await asyncio.sleep(0.05)
-            port = int(url.rsplit(":", 1)[1])
-            async with session.get(f"http://127.0.0.1:{port + 1}/health") as admin:
+            async with session.get(f"http://127.0.0.1:{admin_port}/health") as admin:
                 assert admin.status == 200
             async with session.post(path, json=body) as stream:
                 await stream.content.readany()

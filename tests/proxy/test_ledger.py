@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ async def test_blocks_add_up_and_go_with_their_entries(ledger: Ledger) -> None:
     one, two = entry(10), entry(7)
     assert (await add(ledger, one)).blocks == 10
     assert (await add(ledger, two)).blocks == 17
-    assert (await add(ledger, replace(one, blocks=12))).blocks == 19
+    assert (await add(ledger, one._replace(blocks=12))).blocks == 19
     page = await ledger.update(PLACE, remove=[two.id, "unknown", two.id])
     assert page.blocks == 12
     assert [gone.id for gone in page.removed] == [two.id]
@@ -61,7 +60,7 @@ async def test_an_entry_comes_back_as_it_was_written(ledger: Ledger) -> None:
     )
     await add(ledger, written, seconds=60)
     now, (read,) = await ledger.entries(PLACE)
-    assert replace(read, since=0.0, deadline=0.0) == written
+    assert read._replace(since=0.0, deadline=0.0) == written
     assert read.since <= now
     assert read.deadline == pytest.approx(read.since + 60)
 

@@ -86,3 +86,23 @@ def test_a_quiet_pool_is_used_evenly_when_both_roles_are_chosen_each_turn() -> N
     for chosen in zip(*found, strict=True):
         names = [each.name for each in chosen if each]
         assert {names.count(name) for name in names} == {2}
+
+
+def test_an_open_breaker_lets_one_turn_at_a_time_try_the_worker() -> None:
+    """While the trial is on its way, further turns stay away for another pause."""
+    broken, other = worker("a"), worker("b")
+    pool = Pool([broken, other])
+    assert not broken.turn_failed(0.0, limit=2, pause=10.0)
+    assert broken.turn_failed(0.0, limit=2, pause=10.0)
+    assert [pool.choose(Role.DECODE, now=5.0) for _ in range(4)] == [other] * 4
+    after = [pool.choose(Role.DECODE, now=11.0) for _ in range(6)]
+    assert after.count(broken) == 1
+    broken.answered()
+    assert [pool.choose(Role.DECODE, now=12.0) for _ in range(6)].count(broken) == 3
+
+
+def test_an_open_breaker_does_not_leave_turns_without_a_worker() -> None:
+    """It is a preference: the only worker is chosen all the same."""
+    alone = worker("a")
+    alone.turn_failed(0.0, limit=1, pause=10.0)
+    assert Pool([alone]).choose(Role.DECODE, now=1.0) is alone

@@ -63,6 +63,30 @@ def test_turns_without_an_id_are_chained_by_what_they_claim() -> None:
     assert [turn["at"] for turn in recent.history(sessions[0])] == [1, 3]
 
 
+def test_an_evicted_holding_is_no_longer_shown_as_kept() -> None:
+    """Until the session's next turn leaves another one."""
+    recent = RecentTurns(10)
+    recent.add(story(session="s", holding_left="h1"), 1)
+    recent.given_up("other")
+    assert recent.sessions(1)[0].page()["worker"] == "d:1"
+    recent.given_up("h1")
+    page = recent.sessions(1)[0].page()
+    assert (page["worker"], page["tokens"], page["until"]) == ("", 0, None)
+    assert page["kept"] == "given up"
+    recent.add(story(session="s", holding_left="h2"), 2)
+    recent.given_up("h1")
+    assert recent.sessions(1)[0].page()["worker"] == "d:1"
+
+
+async def test_what_the_owner_deletes_is_shown_as_gone(serving: Serving) -> None:
+    await serving.chat([{"role": "user", "content": SECRET}], conversation_id="c")
+    async with admin(serving) as client:
+        (kept,) = (await client.get("/admin/sessions")).json()["data"]
+        assert (await client.get("/live")).json()["sessions"][0]["worker"] == serving.decode.name
+        await client.delete(f"/admin/sessions/{kept['id']}")
+        assert (await client.get("/live")).json()["sessions"][0]["worker"] == ""
+
+
 def test_a_made_up_name_hides_the_clients_request_id() -> None:
     recent = RecentTurns(10)
     recent.add(story(request="customer-4711"), 1)

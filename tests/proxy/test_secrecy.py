@@ -108,7 +108,7 @@ async def test_a_key_is_never_told(
     for text in texts:
         assert CANARY not in text
         assert "worker-canary" not in text
-    assert serving.decode.headers[-1]["Authorization"] == "Bearer worker-canary"
+    assert serving.decode.headers[-1]["authorization"] == "Bearer worker-canary"
 
 
 async def test_hop_by_hop_and_internal_headers_do_not_pass(serving: Serving) -> None:

@@ -128,6 +128,21 @@ async def test_evicted_or_claimed_but_never_both(table: SessionTable) -> None:
     assert sum(bool(result) for result in results) == 1
 
 
+async def test_a_holding_is_given_out_even_if_its_mark_cannot_be_written(
+    table: SessionTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who took it out must release it: nobody else can any more."""
+
+    async def broken(*given: Any, **more: Any) -> None:
+        raise ConnectionError
+
+    identity = who("c")
+    stored = holding(identity, 200)
+    await table.commit(identity, stored, ttl_seconds=60, mark_seconds=60)
+    monkeypatch.setattr(table, "_remark", broken)
+    assert await table.evict(identity.scope.hex(), stored.id, Reason.EVICTED) == stored
+
+
 async def test_what_its_owner_deletes_leaves_no_mark(table: SessionTable) -> None:
     identity = who("c")
     stored = holding(identity, 200)

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.bench.reuse import machine
+from kvloop.bench.machine import machine
 from tests.soak import report, turns
 from tests.soak.report import Soak
 from tests.soak.stack import STOCK, running_stack

@@ -6,10 +6,11 @@ SCREENSHOTS=docs/img in the environment makes the pictures of the README.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ expect = playwright.expect
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 WORDS = ["boat", "harbour", "storm", "market", "village", "evening", "river", "lantern"]
+LIMIT_BLOCKS = 2500
 PHONE = {"width": 390, "height": 844}
 DESK = {"width": 1280, "height": 1000}
 
@@ -87,7 +89,7 @@ class Stage:
             ),
         )
         await page.goto(admin + "/")
-        await expect(page.locator("#link")).to_have_text("live")
+        await expect(page.locator("#link")).to_have_text("live", timeout=15_000)
         try:
             yield page
         finally:
@@ -124,9 +126,7 @@ async def stage(valkey_url: str) -> AsyncIterator[Stage]:
     prefills = [await FakeWorker(cluster, "prefill").start() for _ in range(2)]
     decodes = [await FakeWorker(cluster, "decode").start() for _ in range(2)]
     for worker in (*prefills, *decodes):
-        page = RecordedPage(worker.role)
-        page.instead["vllm:kvloop_pinned_blocks"] = 300 if worker is decodes[0] else 520
-        worker.more_metrics = page
+        worker.more_metrics = told_by(worker)
         worker.knobs.token_delay = 0.0004
         worker.knobs.chunk_delay = 0.02
     app = App(
@@ -153,6 +153,20 @@ async def stage(valkey_url: str) -> AsyncIterator[Stage]:
         app.live.close()
     for worker in (*prefills, *decodes):
         await worker.stop()
+
+
+def told_by(worker: FakeWorker) -> Callable[[], str]:
+    """A recorded page of metrics, with the blocks that this fake really keeps."""
+    page = RecordedPage(worker.role)
+    page.instead["vllm:kvloop_pin_limit_blocks"] = LIMIT_BLOCKS
+
+    def tell() -> str:
+        pins = worker.cluster.pins.items()
+        kept = sum(len(pin.blocks) for (engine, _), pin in pins if engine == worker.engine_id)
+        page.instead["vllm:kvloop_pinned_blocks"] = kept
+        return page()
+
+    return tell
 
 
 def conversation(seed: int) -> Iterator[list[dict[str, str]]]:
@@ -252,8 +266,21 @@ async def test_the_page_agrees_with_the_counters(stage: Stage, busy: None) -> No
             card = page.locator(".worker", has_text=worker.name)
             await expect(card).to_contain_text(str(worker.role))
         await expect(page.locator(".worker", has_text="decode").first).to_contain_text(
-            "of at most 727"
+            f"of at most {LIMIT_BLOCKS:,}"
         )
+
+
+async def test_the_history_outlives_the_answering_process(
+    stage: Stage, busy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several processes another may answer the click: the page tells what it knows itself."""
+    recent = stage.app.conductor.recent
+    async with stage.page() as page:
+        label = await page.locator("#turns .id").first.inner_text()
+        known = [turn for turn in recent.newest(150) if turn["session"] == label]
+        monkeypatch.setattr(recent, "history", lambda session: known[-1:])
+        await page.locator("#turns .id").first.click()
+        await expect(page.locator("#history-turns li")).to_have_count(len(known))
 
 
 async def test_what_a_client_sends_is_shown_as_text(stage: Stage, busy: None) -> None:
@@ -275,11 +302,11 @@ async def test_it_fits_and_can_be_read(
     folder = Path(os.environ.get("SCREENSHOTS", tmp_path))
     name = "phone" if viewport is PHONE else "desk"
     async with stage.page(viewport=viewport, color_scheme=scheme, device_scale_factor=1.5) as page:
-        load = asyncio.create_task(without_end(stage))
-        await expect(page.locator("#dots circle").nth(1)).to_be_attached()
-        await page.screenshot(path=folder / f"live-{name}-{scheme}.png", full_page=name == "desk")
-        load.cancel()
-        await asyncio.gather(load, return_exceptions=True)
+        async with under_load(stage):
+            await expect(page.locator("#dots circle").nth(1)).to_be_attached(timeout=30_000)
+            await page.screenshot(
+                path=folder / f"live-{name}-{scheme}.png", full_page=name == "desk"
+            )
         assert await page.evaluate(
             "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
         )
@@ -314,16 +341,25 @@ PALE = """(() => {
 """Texts whose contrast is below 4.3 to 1 (WCAG asks for 4.5; some rounding)."""
 
 
-async def without_end(stage: Stage) -> None:
-    """Conversations until cancelled."""
-    seed = 200
-    while True:
-        talks = [(seed + each, conversation(seed + each)) for each in range(3)]
-        for _ in range(4):
-            await asyncio.gather(
-                *(stage.turn(next(talk), conversation_id=f"agent-{name}") for name, talk in talks)
-            )
-        seed += 3
+@asynccontextmanager
+async def under_load(stage: Stage) -> AsyncIterator[None]:
+    """Conversations for as long as the block lasts."""
+
+    async def converse() -> None:
+        for seed in itertools.count(200, 3):
+            talks = [(seed + each, conversation(seed + each)) for each in range(3)]
+            for _ in range(4):
+                turns = (
+                    stage.turn(next(talk), conversation_id=f"agent-{name}") for name, talk in talks
+                )
+                await asyncio.gather(*turns)
+
+    load = asyncio.create_task(converse())
+    try:
+        yield
+    finally:
+        load.cancel()
+        await asyncio.gather(load, return_exceptions=True)
 
 
 async def test_it_says_when_the_proxy_is_gone(stage: Stage) -> None:
@@ -331,7 +367,7 @@ async def test_it_says_when_the_proxy_is_gone(stage: Stage) -> None:
     async with listening(stage.app.admin) as admin:
         opened = stage.page(admin=admin)
         page = await opened.__aenter__()
-    await expect(page.locator("#link")).to_have_text("no connection")
+    await expect(page.locator("#link")).to_have_text("no connection", timeout=15_000)
     async with listening(stage.app.admin, int(admin.rpartition(":")[2])):
         await expect(page.locator("#link")).to_have_text("live", timeout=15_000)
         await opened.__aexit__(None, None, None)

@@ -114,6 +114,12 @@ CASES: dict[str, tuple[Series, int, int]] = {
             f"vllm:kvloop_pins_total{{{D}}}": "0+60x40",
         }, 15, 8,
     ),
+    "KvloopEvictsMuch": (
+        {
+            'kvloop_evictions_total{reason="budget"}': "0+20x40",
+            'kvloop_commits_total{result="stored"}': "0+60x40",
+        }, 22, 12,
+    ),
     "KvloopLeasesExpireUnused": (
         {
             f"vllm:kvloop_pins_expired_total{{{D}}}": "0+40x90",
@@ -124,6 +130,8 @@ CASES: dict[str, tuple[Series, int, int]] = {
 
 # A day of normal work: turns come, most are reused, some leases run out, a few clients leave.
 CALM: Series = {
+    'kvloop_evictions_total{reason="budget"}': "0+5x200",
+    'kvloop_commits_total{result="stored"}': "0+60x200",
     TURNS: "0+30x200",
     PULL_TURNS: "0+60x200",
     HITS: "0+60x200",

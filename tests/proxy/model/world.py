@@ -21,7 +21,7 @@ import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil
 from types import SimpleNamespace
 from typing import Any
@@ -562,7 +562,7 @@ class ModelLedger:
             del entries[entry.id]
         removed = [entries.pop(id) for id in remove if id in entries]
         if add is not None:
-            entries[add.id] = replace(add, since=world.clock, deadline=world.clock + seconds)
+            entries[add.id] = add._replace(since=world.clock, deadline=world.clock + seconds)
         blocks = sum(entry.blocks for entry in entries.values())
         over = budget is not None and blocks > budget
         candidates = list(entries.values()) if over else []
