@@ -44,6 +44,10 @@ token one loses the handle. ``tool_choice`` and the like stay: they can change t
 and decode must find in prefill's blocks the prompt that it renders itself."""
 
 
+_SHOWS_PROMPT = ("return_prompt_text", "enable_response_messages")
+"""Fields that put the prompt's text into the answer: decode must render it, ids have no text."""
+
+
 def client_fields(body: dict[str, Any]) -> dict[str, Any]:
     """The client's body without what a client may not set."""
     clean = {key: value for key, value in body.items() if key not in STRIPPED_FROM_CLIENTS}
@@ -149,7 +153,7 @@ def decode_leg(
     leg = client_fields(body)
     if prefill_handle is not None:
         transfer: dict[str, Any] = {**prefill_handle, "kvloop": 1}
-        if ids_json is not None:
+        if ids_json is not None and not any(leg.get(field) for field in _SHOWS_PROMPT):
             transfer["prompt_token_ids"] = orjson.Fragment(ids_json)
         transfer["kvloop_lease_seconds"] = lease_seconds
         if lease_seconds and ask_ids and not leg.get("stream"):

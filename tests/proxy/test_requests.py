@@ -90,6 +90,14 @@ def test_decode_gets_the_clients_request_and_prefills_handle_whole() -> None:
     assert dropped["kv_transfer_params"]["kvloop_lease_seconds"] == 0
 
 
+@pytest.mark.parametrize("field", ["return_prompt_text", "enable_response_messages"])
+def test_decode_renders_what_the_client_wants_to_read(field: str) -> None:
+    """With ids alone it could not show the prompt's text."""
+    handle = {"do_remote_prefill": True}
+    leg = written({**BODY, field: True}, handle, ids_json=b"[1,2]", lease_seconds=90)
+    assert "prompt_token_ids" not in leg["kv_transfer_params"]
+
+
 def test_decode_alone_gets_no_transfer_parameters() -> None:
     """An object with neither flag would pin blocks for ever (facts 10): the field is left out."""
     assert "kv_transfer_params" not in decode_leg(BODY, None, ids_json=None, lease_seconds=0)

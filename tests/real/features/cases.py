@@ -140,6 +140,7 @@ _SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "dog", "schema"
 CASES: tuple[Case, ...] = (
     _chat("text"),
     _chat("token ids in the answer", last={"return_token_ids": True}),
+    _chat("prompt text in the answer", last={"return_prompt_text": True}),
     _chat("usage in streams", last={"stream_options": {"include_usage": True}}, streams=(True,)),
     _chat("tools, tool_choice auto", fields={"tools": CHAT_TOOLS}),
     _chat("tools, tool_choice none", fields={"tools": CHAT_TOOLS, "tool_choice": "none"}),
@@ -326,6 +327,7 @@ CASES: tuple[Case, ...] = (
     ),
     _response("seed", last={"seed": 11, "temperature": 0.9}),
     _response("stop strings", last={"stop": ["a", "e"], "max_output_tokens": 30}),
+    _response("raw messages in the answer", last={"enable_response_messages": True}),
     _response("not stored", last={"store": False}),
     _response("LoRA adapter", model=ADAPTER),
     _response(
