@@ -14,8 +14,8 @@ BIN := $(VENV)/bin
 INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status chat env env-fast tools test test-fast lint bench bench-reuse bench-lookup bench-relay \
-	bench-metrics bench-retention differential soak chaos wedge clean
+.PHONY: help up down status chat env env-fast tools test test-fast lint bench bench-reuse bench-routes bench-fleet \
+	bench-lookup bench-relay bench-metrics bench-retention differential soak chaos wedge clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,12 @@ bench: env ## Measure all legs on a CPU pair, favourable and not; writes bench-r
 
 bench-reuse: env ## Measure TTFT of a conversation's fifth turn with reuse and cold (minutes)
 	@exec $(BIN)/python -m tests.bench.reuse $(ARGS)
+
+bench-routes: env ## Measure each route of a turn, and what the planner picks, on a real pair
+	@exec $(BIN)/python -m tests.bench.routes $(ARGS)
+
+bench-fleet: env-fast ## Spread, stickiness and workers that come and go: 4P4D of fake workers
+	@exec $(BIN)/python -m tests.bench.fleet $(ARGS)
 
 bench-lookup: env-fast ## Measure session lookups against history length and table size
 	@exec $(BIN)/python -m tests.bench.lookup $(ARGS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from proxy import log
 from proxy.api import admin, operations
@@ -28,7 +27,9 @@ from proxy.tenants import KeysError
 from proxy.turn.conductor import Conductor
 from proxy.workers.client import WorkerClient
 from proxy.workers.health import HealthLoop, ModelList
-from proxy.workers.pool import Pool, Role, Worker
+from proxy.workers.pool import Pool, Role
+from proxy.workers.roster import Roster
+from proxy.workers.sources import Sources
 
 if TYPE_CHECKING:
     from proxy.tracing import Tracing
@@ -51,10 +52,7 @@ class App:
         self._know_workers_first = know_workers_first
         self.metrics = Metrics()
         self.models = ModelList()
-        self.pool = Pool(
-            [_worker(url, Role.PREFILL) for url in settings.prefill_urls]
-            + [_worker(url, Role.DECODE) for url in settings.decode_urls]
-        )
+        self.pool = Pool()
         try:
             self.callers = Callers(settings, self.metrics)
         except KeysError as error:
@@ -77,7 +75,6 @@ class App:
         )
         self.health = HealthLoop(
             self.client,
-            self.pool.workers,
             self.models,
             interval=settings.health_interval_seconds,
             timeout=settings.health_timeout_seconds,
@@ -126,7 +123,20 @@ class App:
         self._operations = operations.build(self)
         self.live = Live(self)
         self.admin = admin.build(self)
-        self.health.start()
+        sources = Sources(
+            [(url, Role.PREFILL) for url in settings.prefill_urls]
+            + [(url, Role.DECODE) for url in settings.decode_urls],
+            settings.workers_file,
+        )
+        self.roster = Roster(
+            sources,
+            self.pool,
+            self.health,
+            self.table,
+            interval=settings.discovery_interval_seconds,
+            keep_leaving=settings.decode_kv_ttl_seconds,
+        )
+        await self.roster.start()
         if self._know_workers_first:
             await self.health.first_round()
         log.event(
@@ -140,6 +150,7 @@ class App:
             log.event("verification_is_off", note="answers may be wrong; for tests only")
 
     async def stop(self) -> None:
+        await self.roster.stop()
         self.live.close()
         await self.switch.stop()
         await self._stalls.stop()
@@ -223,7 +234,3 @@ def _tracing(settings: Settings) -> Tracing | None:
     from proxy import tracing  # OpenTelemetry is optional
 
     return tracing.Tracing(tracing.exporting(settings))
-
-
-def _worker(url: str, role: Role) -> Worker:
-    return Worker(url=url, role=role, name=urlsplit(url).netloc)

@@ -7,11 +7,12 @@ the one that is asked shows what the others wrote last.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from contextlib import suppress
 
 from proxy.errors import TableUnavailable
-from proxy.metrics import Metrics
+from proxy.metrics import PAUSES, Metrics
 from proxy.session.table import SessionTable
 from proxy.tasks import end
 from proxy.turn.conductor import Conductor
@@ -33,6 +34,7 @@ class StateGauges:
         self._conductor = conductor
         self._table = table
         self._tasks: list[asyncio.Task[None]] = []
+        self._shown: set[tuple[str, str]] = set()
 
     def start(self) -> None:
         self._tasks = [
@@ -50,6 +52,7 @@ class StateGauges:
         metrics.queued.set(self._conductor.admission.queued)
         metrics.background_tasks.set(self._conductor.background_tasks)
         metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
+        self._forget_gone()
         for worker in self._pool.workers:
             labels = (worker.name, str(worker.role))
             metrics.worker_healthy.labels(*labels).set(int(worker.healthy))
@@ -60,6 +63,18 @@ class StateGauges:
                 paused.labels(*labels, "pulls").set(int(not worker.pulls_allowed(now)))
             else:
                 paused.labels(*labels, "transfers").set(int(not worker.transfers_allowed(now)))
+
+    def _forget_gone(self) -> None:
+        """A worker that left the pool has no state; its series would stay at the last one."""
+        present = {(each.name, str(each.role)) for each in self._pool.workers}
+        if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):  # there series cannot be removed
+            metrics = self._metrics
+            for labels in self._shown - present:
+                for gauge in (metrics.worker_healthy, metrics.worker_outstanding):
+                    gauge.remove(*labels)
+                for kind in PAUSES:
+                    metrics.worker_paused.remove(*labels, kind)
+        self._shown = present
 
     async def refresh_table(self) -> None:
         """Ask Redis how large it is. An outage shows as ``kvloop_table_up`` 0."""

@@ -31,7 +31,7 @@ _FAST_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.
 _GAP_SECONDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5, 30)
 
 TOKEN_SOURCES = ("computed", "prefill_cache", "pulled", "reused")
-RETURN_RESULTS = ("pulled", "prefill_cache", "missed")
+RETURN_RESULTS = ("pulled", "prefill_cache", "appended", "missed")
 CANARY_RESULTS = ("equal", "different", "failed")
 RELEASE_RESULTS = ("sent", "with_prefill", "failed", "no_prefill_worker")
 RETRY_LEGS = ("prefill", "warm_prefill", "decode")

@@ -22,6 +22,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from proxy.workers.sources import check_url
+
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -56,10 +58,20 @@ class Settings(BaseSettings):
     )
 
     prefill_urls: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="Prefill workers, comma separated: http://host:port."
+        (),
+        description="Prefill workers, comma separated: http://host:port, or dns+http://name:port "
+        "for all addresses of a name (a Kubernetes headless service), looked up again and again.",
     )
     decode_urls: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="Decode workers, comma separated. At least one."
+        (), description="Decode workers, comma separated. At least one, here or in workers_file."
+    )
+    workers_file: str | None = Field(
+        None,
+        description="TOML file with prefill_urls and decode_urls, read again and again: more "
+        "workers, which come and go with its lines.",
+    )
+    discovery_interval_seconds: Seconds = Field(
+        2, description="Pause between two looks at workers_file, DNS and operators' changes."
     )
 
     redis_url: str | None = Field(
@@ -118,6 +130,29 @@ class Settings(BaseSettings):
         ge=1,
         description="Shortest pull in tokens, at least the workers' kv_recompute_threshold: below "
         "that prefill declines and computes.",
+    )
+
+    decode_local_append: bool = Field(
+        True,
+        description="Let decode compute the new part of a turn itself, behind the history that it "
+        "still has, where that is cheaper than prefill and two transfers.",
+    )
+    append_tokens: int = Field(
+        64,
+        ge=1,
+        description="Longest new part in tokens that decode computes itself while the costs of the "
+        "routes are not known.",
+    )
+    append_stall_seconds: float = Field(
+        0.15,
+        ge=0,
+        description="Longest expected time for which decode's running streams may stand still "
+        "while it computes a turn's new part itself.",
+    )
+    plan_by_cost: bool = Field(
+        True,
+        description="Choose a turn's route by what its legs have cost on these workers. False: by "
+        "append_tokens and pull_threshold alone.",
     )
 
     api_keys_file: str | None = Field(
@@ -282,9 +317,7 @@ class Settings(BaseSettings):
     @classmethod
     def _worker_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"{url!r} is not a worker address; write http://host:port")
+            check_url(url)
         if len(set(urls)) != len(urls):
             raise ValueError("the same worker is listed twice")
         return urls
@@ -312,7 +345,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
-        if not self.decode_urls:
+        if not self.decode_urls and not self.workers_file:
             raise ValueError("decode_urls is empty; name at least one decode worker")
         if self.admin_port_or_next > 65535:
             raise ValueError("no port is left after port for admin_port; name one")

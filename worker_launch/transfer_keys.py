@@ -20,10 +20,10 @@ PIN_REFUSED = "kvloop_pin_refused"
 """In what decode's engine returns: why nothing was kept. It comes alone, without a handle."""
 
 LOCAL_TOKENS = "kvloop_local_tokens"
-"""In prefill's handle: prompt tokens found in prefill's own prefix cache."""
+"""In a handle: prompt tokens that were found in the worker's own prefix cache."""
 
 PULLED_TOKENS = "kvloop_pulled_tokens"
-"""In prefill's handle: prompt tokens read from decode's blocks."""
+"""In a handle: prompt tokens that were read from the other worker's blocks."""
 
 DO_REMOTE_DECODE = "do_remote_decode"
 REMOTE_EXPIRY = "remote_blocks_expiry_time"

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from proxy import __version__
-from proxy.api import live, operations, sessions
+from proxy.api import live, operations, sessions, workers
 
 if TYPE_CHECKING:
     from proxy.app import App
@@ -48,5 +48,6 @@ def build(app: App) -> FastAPI:
         await app.table.set_reuse(wanted.on)
         return ReuseState(fleet=wanted.on, here=app.conductor.reuse_on)
 
+    workers.add_routes(admin, app)
     sessions.add_operator_routes(admin, app)
     return admin

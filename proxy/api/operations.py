@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from proxy import __version__
-from proxy.api import sessions
+from proxy.api import sessions, workers
 from proxy.api.forward import JSON_ROUTES
 from proxy.api.http import caller_of
 from proxy.api.openapi import add_routes
@@ -107,19 +107,8 @@ def add_probes(surface: FastAPI, app: App, *, for_operators: bool = True) -> Non
             "draining": admission.draining,
             "table": await app.table.ping(),
             "reuse": app.conductor.reuse_on,
-            "workers": [
-                {
-                    "name": worker.name,
-                    "role": worker.role,
-                    "healthy": worker.healthy,
-                    "block_size": worker.block_size,
-                    "kv_blocks": worker.kv_blocks,
-                    "pin_limit_blocks": worker.pin_limit_blocks,
-                    "outstanding": worker.outstanding,
-                    "error": worker.last_error or None,
-                }
-                for worker in pool.workers
-            ],
+            "workers": workers.describe(pool),
+            "pairs": workers.blocked_pairs(pool),
         }
         return JSONResponse(state, status_code=status)
 

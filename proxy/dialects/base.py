@@ -90,13 +90,19 @@ class Dialect:
         ids_json: bytes | None,
         lease_seconds: float,
         ask_ids: bool,
+        append: bool,
         caller: Caller,
         worker: str,
     ) -> bytes:
         """Decode leg, see ``wire.decode_leg``."""
         return orjson.dumps(
             wire.decode_leg(
-                body, handle, ids_json=ids_json, lease_seconds=lease_seconds, ask_ids=ask_ids
+                body,
+                handle,
+                ids_json=ids_json,
+                lease_seconds=lease_seconds,
+                ask_ids=ask_ids,
+                append=append,
             )
         )
 

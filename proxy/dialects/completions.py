@@ -77,13 +77,14 @@ class Completions(Dialect):
         ids_json: bytes | None,
         lease_seconds: float,
         ask_ids: bool,
+        append: bool,
         caller: Caller,
         worker: str,
     ) -> bytes:
         leg = wire.decode_leg(
-            body, handle, ids_json=None, lease_seconds=lease_seconds, ask_ids=ask_ids
+            body, handle, ids_json=None, lease_seconds=lease_seconds, ask_ids=ask_ids, append=append
         )
-        if handle is not None and ids_json is not None:
+        if (handle is not None or append) and ids_json is not None:
             leg["prompt"] = orjson.Fragment(ids_json)
         return orjson.dumps(leg)
 

@@ -106,12 +106,18 @@ class Responses(Dialect):
         ids_json: bytes | None,
         lease_seconds: float,
         ask_ids: bool,
+        append: bool,
         caller: Caller,
         worker: str,
     ) -> bytes:
         # The route has no field that asks for ids.
         leg = wire.decode_leg(
-            body, handle, ids_json=ids_json, lease_seconds=lease_seconds, ask_ids=False
+            body,
+            handle,
+            ids_json=ids_json,
+            lease_seconds=lease_seconds,
+            ask_ids=False,
+            append=append,
         )
         leg["request_id"] = new_response_id(caller, worker)
         return orjson.dumps(leg)

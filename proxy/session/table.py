@@ -13,6 +13,7 @@ beside it.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -36,6 +37,9 @@ T = TypeVar("T")
 
 REUSE_KEY = "kvloop:reuse"
 """Fleet-wide switch: the value ``off`` stops reuse, anything else or no key allows it."""
+
+WORKERS_KEY = "kvloop:workers"
+"""Fleet-wide: workers that operators added, drain or removed."""
 
 _KEPT_PER_CONVERSATION = 16
 """Parallel branches of one conversation worth remembering, each with its mark; fewer would forget
@@ -296,6 +300,18 @@ class SessionTable:
         else:
             await self._guard(lambda: self._redis.set(REUSE_KEY, "off"))
 
+    async def worker_changes(self) -> dict[str, bytes]:
+        """What operators want of workers, by worker name (``workers/roster.py``)."""
+        stored = await self._guard(lambda: self._redis.hgetall(WORKERS_KEY))
+        return {name.decode(): record for name, record in stored.items()}
+
+    async def set_worker_change(self, name: str, record: bytes | None) -> None:
+        """None: nothing special is wanted of it any more."""
+        if record is None:
+            await self._guard(lambda: self._redis.hdel(WORKERS_KEY, name))
+        else:
+            await self._guard(lambda: self._redis.hset(WORKERS_KEY, name, record))
+
     async def run(self, script: Any, *, keys: list[str], args: list[Any]) -> Any:
         """Run a script that ``script()`` made, under the same rules as everything here."""
         return await self._guard(lambda: script(keys=keys, args=args))
@@ -317,13 +333,26 @@ class SessionTable:
     async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:
         if self._clock() < self._paused_until:
             raise TableUnavailable("Redis failed a moment ago", certain=True)
+        # redis-py 8.1 with a socket timeout may swallow a cancellation (measured: one of three).
+        # Then the turn of a client that left, or a poll that is to stop, goes on for ever.
+        # Shielded, the cancellation is ours and the command just ends.
+        asking = asyncio.ensure_future(call())
         try:
-            return await call()
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(_forget)
+            raise
         except (RedisError, OSError, TimeoutError) as error:
             self._paused_until = self._clock() + _PAUSE_AFTER_FAILURE
             raise TableUnavailable(
                 f"Redis: {type(error).__name__}", certain=_never_arrived(error)
             ) from error
+
+
+def _forget(asking: asyncio.Future[Any]) -> None:
+    """Nobody waits for it any more; its failure is nobody's either."""
+    if not asking.cancelled():
+        asking.exception()
 
 
 def _never_arrived(error: BaseException) -> bool:

@@ -10,7 +10,7 @@ from proxy import log
 from proxy.metrics import Metrics
 from proxy.recent import RecentTurns
 from proxy.turn.cold_estimate import ColdEstimate
-from proxy.turn.plan import ColdPrefill, PrefillWithPull
+from proxy.turn.plan import ColdPrefill, DecodeLocalAppend, PrefillWithPull
 from proxy.turn.record import Turn
 
 
@@ -86,6 +86,8 @@ class Books:
 
 def _came_back(turn: Turn) -> str:
     """Where most of a returning turn's KV came from."""
+    if turn.route == DecodeLocalAppend.route:
+        return "appended"
     if turn.reused_tokens * 2 < turn.prompt_tokens or not turn.prompt_tokens:
         return "missed"
     pulled = turn.reused_tokens if turn.pulled_tokens is None else turn.pulled_tokens
@@ -115,6 +117,8 @@ def _story(turn: Turn, outcome: str, total: float, cold: float | None) -> dict[s
         "decode": turn.decode_worker,
         "attempts": turn.attempts,
         "kept": turn.kept,
+        "expected_ms": turn.expected.shown() if turn.expected else None,
+        "cost_ms": _ms(turn.cost),
         "kept_tokens": turn.kept_tokens,
         "kept_seconds": turn.kept_seconds if turn.holding_left else None,
         "holding_used": turn.holding_used,

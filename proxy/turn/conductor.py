@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from proxy import log
-from proxy.errors import NoWorker, WorkerError, WorkerRefused
+from proxy.errors import WorkerError, WorkerRefused
 from proxy.metrics import Metrics
 from proxy.recent import RecentTurns
 from proxy.session.ledger import Ledger
@@ -28,7 +28,7 @@ from proxy.turn.books import Books
 from proxy.turn.decode_leg import DecodeLeg, Repeatable
 from proxy.turn.lookup import Lookup
 from proxy.turn.parts import Parts, busy
-from proxy.turn.plan import ColdPrefill, DecodeOnly, TurnPlan
+from proxy.turn.plan import ColdPrefill, DecodeLocalAppend, DecodeOnly
 from proxy.turn.prefill_leg import PrefillLeg
 from proxy.turn.reasons import Reason
 from proxy.turn.record import Prompt, Sink, Turn
@@ -128,39 +128,23 @@ class Conductor:
 
     async def _perform(self, turn: Turn, sink: Sink) -> None:
         turn.stage = "tokenise"
-        now = time.monotonic()
-        if turn.bound_to:
-            decode = self._parts.pool.healthy(turn.bound_to)
-        else:
-            decode = self._parts.pool.choose(Role.DECODE, now=now)
-        if decode is None:
-            raise NoWorker("No decode worker that can serve this is healthy.")
-        prefill = self._parts.pool.choose(Role.PREFILL, now=now)
-        plan: TurnPlan
-        prompt: Prompt | None = None
-        if reason := turn.dialect.alone(turn.body):
-            plan = DecodeOnly(reason)
-        elif prefill is None:
-            plan = DecodeOnly(Reason.NO_PREFILL_WORKER)
-        elif not decode.transfers_allowed(now):
-            plan = DecodeOnly(Reason.TRANSFER_BLOCKED)
-        else:
-            prompt, miss = await self._lookup.tokenise(turn, (prefill, decode))
-            turn.prompt_tokens = len(prompt.tokens) if prompt else 0
-            turn.stage = "claim"
-            plan = await self._lookup.plan(turn, prompt, miss, prefill)
+        decision = await self._lookup.decide(turn)
+        plan, prompt = decision.plan, decision.prompt
+        decode, prefill = decision.decode, decision.prefill
         turn.adopt(plan)
 
         refused_workers: list[str] = []
         while True:
             turn.attempts += 1
-            handle = await self._prefill.perform(turn, plan, prompt, prefill)
+            handle = await self._prefill.perform(turn, plan, prompt, prefill, decode)
             turn.stage = "decode"
             turn.decode_worker = decode.name
             turn.handed_over = handle is None
+            append = isinstance(plan, DecodeLocalAppend)
             try:
                 with busy(decode):
-                    await self._decode.perform(turn, decode, handle, prompt, sink)
+                    await self._decode.perform(turn, decode, handle, prompt, sink, append=append)
+                self._learn(turn, decode, prompt)
                 return
             except WorkerRefused:
                 decode.answered()  # its verdict is about the request, and proves it alive
@@ -180,16 +164,28 @@ class Conductor:
                 # A handle that decode may have read once is void: prefill makes a new one.
                 refused_workers.append(decode.name)
                 now = time.monotonic()
-                again = self._parts.pool.choose(Role.DECODE, avoid=refused_workers, now=now)
+                pool = self._parts.pool
+                again = pool.choose(Role.DECODE, avoid=refused_workers, now=now, model=turn.model)
                 if again is None:
                     raise failure.error from failure
                 decode = again
+                turn.decode_work = None  # planned for another worker
                 if not isinstance(plan, DecodeOnly):
-                    if decode.transfers_allowed(now):
+                    prefill = pool.choose(Role.PREFILL, now=now, model=turn.model, beside=decode)
+                    if prefill is not None and decode.transfers_allowed(now):
                         plan = ColdPrefill(Reason.DECODE_RETRIED)
                     else:
                         plan = DecodeOnly(Reason.TRANSFER_BLOCKED)
                     turn.adopt(plan)
+
+    def _learn(self, turn: Turn, worker: Worker, prompt: Prompt | None) -> None:
+        """Decode has done its leg: what it cost, and what its prefix cache now holds."""
+        if prompt is None:
+            return
+        worker.prefixes.sent(prompt.tokens.fingerprint)
+        work = turn.decode_work
+        if work is not None and turn.cost is not None and turn.route != DecodeOnly.route:
+            self._parts.pool.observe(worker, work, turn.legs["decode"], time.monotonic())
 
     def _decode_failed(
         self, turn: Turn, worker: Worker, error: WorkerError, *, with_handle: bool

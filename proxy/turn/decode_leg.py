@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -13,10 +14,12 @@ from proxy.dialects.base import Dialect
 from proxy.errors import WorkerError, WorkerFailed, WorkerRefused, WorkerUnreachable
 from proxy.relay.sse import EventSplitter, event_data, split_events
 from proxy.session.fingerprint import PromptTokens
+from proxy.turn import wire
 from proxy.turn.keeping import Keeping
 from proxy.turn.parts import Parts
 from proxy.turn.record import Prompt, Sink, Turn
 from proxy.workers.pool import Worker
+from proxy.workers.worker import rank_of
 
 _LAST_WORDS_SECONDS = 0.05
 """How long a plain answer may still arrive after its client left: decode may have finished and
@@ -45,8 +48,12 @@ class DecodeLeg:
         handle: dict[str, Any] | None,
         prompt: Prompt | None,
         sink: Sink,
+        *,
+        append: bool = False,
     ) -> None:
-        keep = handle is not None and prompt is not None and self._parts.reuse_on
+        """Answer through ``sink``. ``append``: without a handle, on what decode has itself."""
+        transfers = handle is not None or append
+        keep = transfers and prompt is not None and self._parts.keeps(worker)
         lease = 0.0
         if keep and prompt is not None:
             lease = self._parts.retention.lease(turn)
@@ -59,6 +66,7 @@ class DecodeLeg:
             ask_ids=worker.plugin is not True,
             caller=turn.caller,
             worker=worker.name,
+            append=append,
         )
         kept_prompt = prompt.tokens if prompt and keep else None
         with turn.trace.span("decode"):
@@ -66,6 +74,8 @@ class DecodeLeg:
                 "X-Request-Id": f"{turn.request_id}-d{turn.attempts}",
                 **turn.trace.headers(),
             }
+            if append and turn.claimed and (rank := rank_of(turn.claimed.engine_id)) is not None:
+                headers["X-data-parallel-rank"] = str(rank)  # each rank has its own prefix cache
             if turn.streamed:
                 await self._decode_stream(turn, worker, body, headers, kept_prompt, sink)
             else:
@@ -100,6 +110,7 @@ class DecodeLeg:
         worker.answered()
         self._handed_over(turn, worker)
         ending = turn.dialect.ending_of_answer(turn.body, answer)
+        _correct(turn, ending)
         await self._parts.background.carry_through(
             self._keeping.keep(turn, worker, prompt, ending), "keep"
         )
@@ -183,6 +194,7 @@ class DecodeLeg:
                             if not kept and dialect.may_end(block):
                                 block, ending = dialect.take_ending(block)
                                 kept = True
+                                _correct(turn, ending)
                                 await self._parts.background.carry_through(
                                     self._keeping.keep(turn, worker, prompt, ending), "keep"
                                 )
@@ -227,6 +239,21 @@ class DecodeLeg:
         if not turn.handed_over:
             turn.handed_over = True
             worker.transfer_succeeded()
+
+
+def _correct(turn: Turn, ending: wire.Ending) -> None:
+    """Replace what decode was expected to find in its cache by what it says it found."""
+    work = turn.decode_work
+    if work is None or not isinstance(ending.handle, dict):
+        return
+    _, pulled, local = wire.reported_reuse(ending.handle)
+    if pulled is None or local is None:
+        return
+    if work.moved:
+        turn.decode_work = replace(work, moved=max(1, pulled))
+    else:
+        computed = max(1, turn.prompt_tokens - local)
+        turn.decode_work = replace(work, computed=computed, context=turn.prompt_tokens - computed)
 
 
 def _committed(dialect: Dialect, worker: Worker, block: bytes) -> bool:

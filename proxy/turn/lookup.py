@@ -4,30 +4,70 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from proxy import log
 from proxy.dialects.base import Dialect
-from proxy.errors import TableUnavailable, WorkerFailed, WorkerRefused, WorkerUnreachable
+from proxy.errors import (
+    NoWorker,
+    TableUnavailable,
+    WorkerFailed,
+    WorkerRefused,
+    WorkerUnreachable,
+)
 from proxy.session.fingerprint import PromptTokens
 from proxy.session.holding import Holding, Match, best_match
 from proxy.turn import tokenise
+from proxy.turn.expectation import (
+    Situation,
+    append_work,
+    expect,
+    handed_over_work,
+    pull_work,
+)
 from proxy.turn.parts import Parts
-from proxy.turn.plan import ColdPrefill, PrefillWithPull, TurnPlan
-from proxy.turn.planner import Limits, plan_turn, unusable_now, wants_claim
+from proxy.turn.plan import DecodeLocalAppend, DecodeOnly, PrefillWithPull, TurnPlan
+from proxy.turn.planner import (
+    Append,
+    Limits,
+    plan_turn,
+    unusable_now,
+    wants_claim,
+)
 from proxy.turn.reasons import Reason
 from proxy.turn.record import Prompt, Turn
-from proxy.workers.pool import Worker
+from proxy.workers.pairs import why_no_pull
+from proxy.workers.pool import Role, Worker
+
+_ASKED_FOR_TOKENS = (Role.PREFILL, Role.DECODE)
+"""Either can say what a prompt's token ids are; prefill is asked first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A plan and who performs it. ``prefill`` is None when decode does it all."""
+
+    plan: TurnPlan
+    prompt: Prompt | None
+    decode: Worker
+    prefill: Worker | None
 
 
 class Lookup:
-    """Finds out what a turn's prompt is and what decode still holds of it."""
+    """Finds out what a turn's prompt is and what decode still holds of it, and decides."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._limits = Limits(pull_threshold=parts.settings.pull_threshold)
+        settings = parts.settings
+        self._limits = Limits(
+            pull_threshold=settings.pull_threshold,
+            append_tokens=settings.append_tokens if settings.decode_local_append else 0,
+            append_stall_seconds=settings.append_stall_seconds,
+            by_cost=settings.plan_by_cost,
+        )
 
     async def tokenise(
         self, turn: Turn, workers: tuple[Worker, ...]
@@ -90,34 +130,173 @@ class Lookup:
         )
         return tokenise.token_ids(answer)
 
-    async def plan(
-        self, turn: Turn, prompt: Prompt | None, miss: Reason, prefill: Worker
-    ) -> TurnPlan:
-        if not self._parts.reuse_on:
-            return ColdPrefill(Reason.REUSE_DISABLED)
+    async def decide(self, turn: Turn) -> Decision:
+        """The plan of a turn and the workers that perform it. Raises ``NoWorker``.
+
+        A holding that was claimed on the way is ``turn.claimed``, unless it was released.
+        """
+        parts, model = self._parts, turn.model
+        now = time.monotonic()
+        prefills = parts.pool.candidates(Role.PREFILL, now=now, model=model)
+        if reason := turn.dialect.alone(turn.body):
+            return Decision(DecodeOnly(reason), None, self._decode_for(turn, "", now), None)
+        if not prefills:
+            decode = self._decode_for(turn, "", now)
+            return Decision(DecodeOnly(Reason.NO_PREFILL_WORKER), None, decode, None)
+        askable = [parts.pool.choose(role, model=model, now=now) for role in _ASKED_FOR_TOKENS]
+        if askable[-1] is None:
+            raise NoWorker("No decode worker is healthy.")
+        prompt, miss = await self.tokenise(turn, tuple(each for each in askable if each))
+        turn.prompt_tokens = len(prompt.tokens) if prompt else 0
+        turn.stage = "claim"
         match: Match | None = None
-        if prompt is not None:
-            try:
-                with turn.trace.span("claim"):
-                    match, miss = await self._claim(turn, prompt.tokens, prefill)
-            except TableUnavailable:
-                miss = Reason.TABLE_UNAVAILABLE
+        if not parts.reuse_on:
+            miss = Reason.REUSE_DISABLED
+        elif prompt is not None:
+            with turn.trace.span("find"):
+                match, miss = await self._find(turn, prompt.tokens, miss)
+
+        now = time.monotonic()
+        decode = self._decode_for(turn, match.holding.worker if match else "", now)
+        prefill = self._prefill_for(turn, prompt, match, decode, now)
+        if prefill is None:
+            return Decision(DecodeOnly(Reason.NO_PREFILL_WORKER), None, decode, None)
+        if not decode.transfers_allowed(now):
+            return Decision(DecodeOnly(Reason.TRANSFER_BLOCKED), None, decode, None)
+        if match is not None and prompt is not None:
+            with turn.trace.span("claim"):
+                match, miss = await self._claim(turn, match, prefill)
+        situation = self._situation(prompt, match, prefill, decode, now) if prompt else None
+        with turn.trace.span("plan"):
+            plan = self._plan(turn, match, miss, prefill, decode, situation)
+        if isinstance(plan, DecodeLocalAppend):
+            turn.decode_work = append_work(situation) if situation else None
+        elif situation is not None:
+            turn.decode_work = handed_over_work(situation)
+        return Decision(plan, prompt, decode, prefill)
+
+    def _decode_for(self, turn: Turn, holder: str, now: float) -> Worker:
+        if turn.bound_to:
+            decode = self._parts.pool.healthy(turn.bound_to)
+        else:
+            decode = self._parts.pool.choose_decode(
+                model=turn.model, key=turn.identity.conversation, holder=holder, now=now
+            )
+        if decode is None:
+            raise NoWorker("No decode worker is healthy.")
+        return decode
+
+    def _prefill_for(
+        self, turn: Turn, prompt: Prompt | None, match: Match | None, decode: Worker, now: float
+    ) -> Worker | None:
+        """The prefill worker on which the turn's cheaper way through prefill costs least."""
+        pool = self._parts.pool
+        found = pool.candidates(Role.PREFILL, now=now, model=turn.model, beside=decode)
+        if prompt is None:
+            return pool.choose(Role.PREFILL, now=now, model=turn.model, beside=decode)
+        tokens = prompt.tokens
+        situations = {
+            each.name: self._situation(prompt, match, each, decode, now) for each in found
+        }
+        in_seconds = all(
+            pool.expect(each, pull_work(situations[each.name]), now) is not None for each in found
+        )
+
+        def cost(worker: Worker) -> float:
+            work = pull_work(situations[worker.name])
+            seconds = pool.expect(worker, work, now) if in_seconds else None
+            return work.computed + work.ahead if seconds is None else seconds
+
+        return pool.choose_prefill(
+            found,
+            cost,
+            key=turn.identity.conversation or tokens.fingerprint.span(0),
+            cached=lambda each: situations[each.name].prefill_cached,
+            now=now,
+        )
+
+    def _situation(
+        self,
+        prompt: Prompt,
+        match: Match | None,
+        prefill: Worker,
+        decode: Worker,
+        now: float,
+    ) -> Situation:
+        pool, tokens = self._parts.pool, prompt.tokens
+        held = match if match and match.holding.handle is not None else None
+        holder = pool.get(held.holding.worker) if held else None
+        pullable = 0
+        if held and holder and prefill.pulls_allowed(now) and not why_no_pull(prefill, holder):
+            pullable = held.common
+        decode_cached = 0
+        if decode.prefix_caching is not False:
+            decode_cached = decode.prefixes.cached(tokens.fingerprint)
+        append = None
+        if held and holder is decode:
+            decode_cached = max(decode_cached, held.common)
+            append = self._append_tokens(len(tokens), held.common, decode)
+        return Situation(
+            prompt=len(tokens),
+            pullable=pullable,
+            prefill_cached=0
+            if prefill.prefix_caching is False
+            else prefill.prefixes.cached(tokens.fingerprint),
+            decode_cached=decode_cached,
+            append=append,
+            prefill_ahead=prefill.tokens_ahead,
+            decode_ahead=decode.outstanding_tokens,
+            pull_threshold=self._limits.pull_threshold,
+        )
+
+    def _append_tokens(self, prompt: int, common: int, decode: Worker) -> int | None:
+        """Tokens decode would compute itself, or None when it cannot, or could not keep them.
+
+        Only whole blocks are found in a prefix cache; the last token is computed in any case.
+        """
+        if not decode.retains or decode.plugin is False or decode.prefix_caching is False:
+            return None
+        block = decode.block_size or 1
+        there = min(common, prompt - 1) // block * block
+        return prompt - there if there else None
+
+    def _plan(
+        self,
+        turn: Turn,
+        match: Match | None,
+        miss: Reason,
+        prefill: Worker,
+        decode: Worker,
+        situation: Situation | None,
+    ) -> TurnPlan:
         holding = match.holding if match else None
         if holding is not None and holding.handle is not None:
             turn.claimed = holding
             turn.holding_used = holding.id
             assert match is not None
             turn.mismatched_tokens = holding.fingerprint.token_count - match.common
-        with turn.trace.span("plan"):
-            plan = plan_turn(
-                match=match,
-                holder=self._parts.pool.holder(
-                    holding.worker if holding else "", holding.engine_id if holding else ""
-                ),
-                miss=miss,
-                limits=self._limits,
-                pull_allowed=prefill.pulls_allowed(time.monotonic()),
+        now, pool = time.monotonic(), self._parts.pool
+        append = None
+        if situation is not None:
+            turn.expected = expect(
+                situation,
+                prefill=lambda work: pool.expect(prefill, work, now),
+                decode=lambda work: pool.expect(decode, work, now),
+                decode_compute=lambda work: pool.compute_seconds(decode, work, now),
             )
+            if situation.append is not None:
+                append = Append(situation.append, decode.load)
+        plan = plan_turn(
+            match=match,
+            holder=pool.holder(
+                holding.worker if holding else "", holding.engine_id if holding else ""
+            ),
+            miss=miss,
+            limits=self._limits,
+            pull_allowed=prefill.pulls_allowed(now),
+            append=append,
+            expected=turn.expected,
+        )
         if turn.claimed is not None and not _spends(plan):
             # Most likely its process is gone, and prefill learns that in milliseconds. But a turn
             # that ended before the restart was noticed carries the old epoch and a live pin.
@@ -125,26 +304,44 @@ class Lookup:
             turn.claimed = None
         return plan
 
-    async def _claim(
-        self, turn: Turn, prompt: PromptTokens, prefill: Worker
+    async def _find(
+        self, turn: Turn, prompt: PromptTokens, miss: Reason
     ) -> tuple[Match | None, Reason]:
+        """The stored holding that serves this prompt best. Nothing is claimed yet."""
         identity = turn.identity
-        with self._parts.table_operation("find"):
-            candidates = await self._parts.table.find(identity, prompt)
+        try:
+            with self._parts.table_operation("find"):
+                candidates = await self._parts.table.find(identity, prompt)
+        except TableUnavailable:
+            return None, Reason.TABLE_UNAVAILABLE
         if not self._parts.settings.verify_tokens:
             match = _unverified(prompt, candidates)
         else:
             match = best_match(prompt, candidates)
         if match is None or not wants_claim(match, named=bool(identity.conversation)):
             return None, Reason.NEW_SESSION
-        holder = self._parts.pool.holder(match.holding.worker, match.holding.engine_id)
-        allowed = prefill.pulls_allowed(time.monotonic())
-        if obstacle := unusable_now(match.holding, holder, pull_allowed=allowed):
+        return match, miss
+
+    async def _claim(
+        self, turn: Turn, match: Match, prefill: Worker
+    ) -> tuple[Match | None, Reason]:
+        identity, pool = turn.identity, self._parts.pool
+        holder = pool.holder(match.holding.worker, match.holding.engine_id)
+        worker = pool.get(match.holding.worker)
+        obstacle = unusable_now(
+            match.holding,
+            holder,
+            pull_allowed=prefill.pulls_allowed(time.monotonic()),
+            exchange=worker is None or why_no_pull(prefill, worker) is None,
+        )
+        if obstacle:
             return None, obstacle
         claiming = asyncio.ensure_future(self._parts.table.claim(identity, match.holding))
         try:
             with self._parts.table_operation("claim"):
                 won = await asyncio.shield(claiming)
+        except TableUnavailable:
+            return None, Reason.TABLE_UNAVAILABLE
         except asyncio.CancelledError:
             # The client left while Redis was deciding: if the holding is ours, it is given back.
             self._parts.background.start(
@@ -171,7 +368,9 @@ class Lookup:
 
 def _spends(plan: TurnPlan) -> bool:
     """Does performing this plan pull or release what was claimed?"""
-    return isinstance(plan, PrefillWithPull) or plan.release is not None
+    if isinstance(plan, (PrefillWithPull, DecodeLocalAppend)):
+        return True  # the second keeps it until decode has ended
+    return plan.release is not None
 
 
 def _unverified(prompt: PromptTokens, candidates: list[Holding]) -> Match | None:

@@ -37,6 +37,11 @@ class Parts:
     reuse_on: bool
     """May change at any time (``proxy/switch.py``)."""
 
+    def keeps(self, decode: Worker) -> bool:
+        """May a turn's blocks stay on this decode worker? Not if nobody could read or release
+        them."""
+        return self.reuse_on and self.pool.pullable(decode)
+
     @contextmanager
     def table_operation(self, name: str) -> Iterator[None]:
         """Time an operation of the table and count its failure."""
@@ -51,10 +56,10 @@ class Parts:
 
 
 @contextmanager
-def busy(worker: Worker) -> Iterator[None]:
-    """The worker has one more turn."""
-    worker.outstanding += 1
+def busy(worker: Worker, tokens: int = 0) -> Iterator[None]:
+    """The worker has one more turn, with so many prompt tokens to compute."""
+    worker.given(tokens)
     try:
         yield
     finally:
-        worker.outstanding -= 1
+        worker.done(tokens)

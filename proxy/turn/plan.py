@@ -37,6 +37,19 @@ class PrefillWithPull:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeLocalAppend:
+    """Decode computes the last ``tokens`` tokens behind the history in its own prefix cache.
+
+    ``holding`` is released when decode has ended: until then it keeps the history in place.
+    """
+
+    route: ClassVar[str] = "decode-local-append"
+    reason: Reason
+    holding: Holding
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeOnly:
     """One worker does it all: nothing is transferred and nothing is kept."""
 
@@ -45,4 +58,4 @@ class DecodeOnly:
     release: Holding | None = None
 
 
-TurnPlan = ColdPrefill | PrefillWithPull | DecodeOnly
+TurnPlan = ColdPrefill | PrefillWithPull | DecodeLocalAppend | DecodeOnly

@@ -1,11 +1,12 @@
 """[pure] What to do with a turn, from values alone.
 
-Four questions, each a function here, asked in this order by the conductor:
+Five questions, each a function here, asked in this order by the conductor:
 
 ``may_split``    can prefill and decode share this request at all?
 ``wants_claim``  is the best stored holding worth claiming? (Claiming consumes it.)
 ``unusable_now`` could it be used at this moment?
-``plan_turn``    given what was claimed, which plan?
+``expect``       what would each route cost? (``turn/expectation.py``)
+``plan_turn``    given what was claimed and that, which plan?
 
 Whatever is claimed ends up in the plan: pulled, or under ``release``.
 """
@@ -18,15 +19,33 @@ from math import ceil
 from typing import Any
 
 from proxy.session.holding import Holding, Match
-from proxy.turn.plan import ColdPrefill, PrefillWithPull, TurnPlan
+from proxy.turn.expectation import Expected
+from proxy.turn.plan import ColdPrefill, DecodeLocalAppend, PrefillWithPull, TurnPlan
 from proxy.turn.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where a pull starts to pay. ``pull_threshold``: tokens."""
+    """Where a route starts to pay. Lengths in tokens.
+
+    ``append_tokens``: the longest new part that decode computes itself while its cost is not known;
+    0: never. ``append_stall_seconds``: how long its other streams may stand still for it.
+    ``by_cost`` False: these fixed rules always decide.
+    """
 
     pull_threshold: int = 64
+    append_tokens: int = 0
+    append_stall_seconds: float = 0.0
+    by_cost: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """A local append that the chosen decode worker could do: ``tokens`` to compute, beside
+    ``others`` requests that would stand still meanwhile."""
+
+    tokens: int
+    others: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +110,12 @@ def wants_claim(match: Match, *, named: bool) -> bool:
     return named or match.common * 2 >= match.holding.fingerprint.token_count
 
 
-def unusable_now(holding: Holding, holder: HolderState, *, pull_allowed: bool) -> Reason | None:
+def unusable_now(
+    holding: Holding, holder: HolderState, *, pull_allowed: bool, exchange: bool = True
+) -> Reason | None:
     """Why this holding had better stay in the table, or None.
+
+    ``exchange`` False: the chosen prefill worker and the holder cannot exchange blocks at all.
 
     Decode may only have answered a probe late, and pulls may only be paused: its blocks live on.
     Claimed now they could be neither pulled nor released; left alone, a later turn has them.
@@ -101,6 +124,8 @@ def unusable_now(holding: Holding, holder: HolderState, *, pull_allowed: bool) -
         return None
     if not holder.present:
         return Reason.DECODE_RESTARTED
+    if not exchange:
+        return Reason.PAIR_MISMATCH
     return None if pull_allowed else Reason.PULL_BLOCKED
 
 
@@ -111,11 +136,14 @@ def plan_turn(
     miss: Reason = Reason.NEW_SESSION,
     limits: Limits,
     pull_allowed: bool = True,
+    append: Append | None = None,
+    expected: Expected | None = None,
 ) -> TurnPlan:
-    """The plan for a turn that prefill and decode share.
+    """The plan for a turn that prefill and decode could share.
 
     ``match`` is what was claimed (None: nothing, and ``miss`` says why); ``holder`` describes its
-    worker; ``pull_allowed`` is False while pulls to the chosen prefill worker are paused.
+    worker; ``pull_allowed`` is False while pulls to the chosen prefill worker are paused;
+    ``append`` is None when decode cannot compute the new part itself.
     """
     if match is None:
         return ColdPrefill(miss)
@@ -133,11 +161,65 @@ def plan_turn(
         reason = Reason.BELOW_THRESHOLD if grew else Reason.HISTORY_DIVERGED
         return ColdPrefill(reason, release=holding)
     cut = _cut(match, holder.block_size)
+    if append is not None and not _bearable(append, limits, expected):
+        append = None
+    route, by_cost = _cheapest(
+        limits, expected, append_tokens=append.tokens if append else None, pull=cut is not None
+    )
+    if route == DecodeLocalAppend.route and append is not None:
+        reason = Reason.APPEND_CHEAPEST if by_cost else Reason.SHORT_APPEND
+        return DecodeLocalAppend(reason, holding, append.tokens)
     if cut is None:
         return ColdPrefill(Reason.UNCUTTABLE, release=holding)
+    if route == ColdPrefill.route:
+        return ColdPrefill(Reason.COLD_CHEAPEST, release=holding)
     tokens, blocks = cut
     reason = Reason.HISTORY_GREW if match.complete else Reason.HISTORY_CUT
     return PrefillWithPull(reason, holding, tokens, blocks)
+
+
+def _bearable(append: Append, limits: Limits, expected: Expected | None) -> bool:
+    """May decode's other streams be made to wait for this append?"""
+    if limits.append_tokens == 0:
+        return False
+    if append.others == 0 or append.tokens <= 1:
+        return True
+    stall = expected.append_stall if expected else None
+    if stall is None:
+        return append.tokens <= limits.append_tokens
+    return stall <= limits.append_stall_seconds
+
+
+_WORTH_CHANGING = 0.95
+_WORTH_SECONDS = 0.005
+"""The fixed rules' route is left for one that is expected to take less than this share of its time,
+and to save this many seconds: two routes that cost the same must not take turns on noise."""
+
+
+def _cheapest(
+    limits: Limits, expected: Expected | None, *, append_tokens: int | None, pull: bool
+) -> tuple[str, bool]:
+    """The route, and whether costs decided. ``append_tokens`` None: no append is possible.
+
+    The route of the fixed rules is taken until its cost is known: that is how it becomes known.
+    """
+    if append_tokens is not None and append_tokens <= limits.append_tokens:
+        fixed = DecodeLocalAppend.route
+    else:
+        fixed = PrefillWithPull.route if pull else ColdPrefill.route
+    if not limits.by_cost or expected is None:
+        return fixed, False
+    costs = {ColdPrefill.route: expected.cold}
+    if pull:
+        costs[PrefillWithPull.route] = expected.pull
+    if append_tokens is not None:
+        costs[DecodeLocalAppend.route] = expected.append
+    known = {route: seconds for route, seconds in costs.items() if seconds is not None}
+    if fixed not in known:
+        return fixed, False
+    best = min(known, key=lambda route: known[route])
+    enough = min(known[fixed] * _WORTH_CHANGING, known[fixed] - _WORTH_SECONDS)
+    return (best if known[best] < enough else fixed), True
 
 
 def _cut(match: Match, block_size: int | None) -> tuple[int, int] | None:

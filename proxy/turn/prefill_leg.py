@@ -12,11 +12,19 @@ from proxy.errors import WorkerError, WorkerFailed, WorkerRefused, WorkerUnreach
 from proxy.session.holding import Holding
 from proxy.turn import wire
 from proxy.turn.parts import Parts, busy
-from proxy.turn.plan import ColdPrefill, DecodeOnly, PrefillWithPull, TurnPlan
+from proxy.turn.plan import (
+    ColdPrefill,
+    DecodeLocalAppend,
+    DecodeOnly,
+    PrefillWithPull,
+    TurnPlan,
+)
 from proxy.turn.reasons import Reason
 from proxy.turn.record import Prompt, Turn
 from proxy.turn.releases import ABORT_SETTLES
 from proxy.turn.wire import COMPLETIONS_PATH
+from proxy.workers.costs import Work
+from proxy.workers.pairs import why_no_handover
 from proxy.workers.pool import Role, Worker
 
 
@@ -28,10 +36,15 @@ class PrefillLeg:
         self._canary = Canary(parts.settings.canary_fraction, parts.client, parts.metrics)
 
     async def perform(
-        self, turn: Turn, plan: TurnPlan, prompt: Prompt | None, worker: Worker | None
+        self,
+        turn: Turn,
+        plan: TurnPlan,
+        prompt: Prompt | None,
+        worker: Worker | None,
+        decode: Worker,
     ) -> dict[str, Any] | None:
         """Prefill's handle for decode, or None when decode must compute the prompt itself."""
-        if isinstance(plan, DecodeOnly) or worker is None:
+        if isinstance(plan, (DecodeOnly, DecodeLocalAppend)) or worker is None:
             return None
         turn.stage = "prefill"
         pull = plan if isinstance(plan, PrefillWithPull) else None
@@ -40,8 +53,14 @@ class PrefillLeg:
         while True:
             warm = pull is not None or release is not None
             turn.prefill_worker = worker.name
+            ahead = worker.tokens_ahead
+            to_compute = turn.prompt_tokens - (pull.tokens if pull is not None else 0)
             try:
-                with busy(worker), turn.leg("prefill"), turn.trace.span("prefill"):
+                with (
+                    busy(worker, max(0, to_compute)),
+                    turn.leg("prefill"),
+                    turn.trace.span("prefill"),
+                ):
                     if warm:
                         answer = await self._warm_call(turn, worker, prompt, pull, release)
                     else:
@@ -90,7 +109,13 @@ class PrefillLeg:
                         self._parts.metrics.retries_refused.inc()
                         turn.fall_to_decode(Reason.PREFILL_FAILED)
                         return None
-                again = self._parts.pool.choose(Role.PREFILL, avoid=tried, now=time.monotonic())
+                again = self._parts.pool.choose(
+                    Role.PREFILL,
+                    avoid=tried,
+                    now=time.monotonic(),
+                    model=turn.model,
+                    beside=decode,
+                )
                 if again is None or again.name in tried:
                     turn.fall_to_decode(Reason.PREFILL_FAILED)
                     return None
@@ -107,9 +132,26 @@ class PrefillLeg:
         if handle is None:
             turn.fall_to_decode(Reason.PREFILL_KEPT_NOTHING)
             return None
+        if (mode := handle.get("transfer_mode")) and isinstance(mode, str):
+            worker.transfer_mode = mode
+        if reason := why_no_handover(worker, decode):
+            log.event("pair_mismatch", prefill=worker.name, decode=decode.name, why=reason)
+            turn.fall_to_decode(Reason.PAIR_MISMATCH)
+            return None
         total, pulled, local = wire.reported_reuse(handle)
         turn.reused_tokens, turn.pulled_tokens, turn.prefill_cached_tokens = total, pulled, local
+        if prompt is not None:
+            self._learn(turn, worker, prompt, ahead)
         return handle
+
+    def _learn(self, turn: Turn, worker: Worker, prompt: Prompt, ahead: int) -> None:
+        """What the leg cost, and what prefill's cache now holds."""
+        worker.prefixes.sent(prompt.tokens.fingerprint)
+        if turn.pulled_tokens is None:
+            return  # a stock worker does not say how much of its work was saved by which way
+        there = min(turn.reused_tokens, turn.prompt_tokens - 1)
+        work = Work(turn.prompt_tokens - there, there, turn.pulled_tokens, ahead)
+        self._parts.pool.observe(worker, work, turn.legs["prefill"], time.monotonic())
 
     async def _warm_call(
         self,

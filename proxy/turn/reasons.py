@@ -18,6 +18,12 @@ class Reason(StrEnum):
     HISTORY_CUT = "history_cut"
     """The prompt departs from what decode computed: the verified common part is pulled."""
 
+    SHORT_APPEND = "short_append"
+    """The new part is short, and too little is known of the routes' costs to compare them: decode
+    computes it behind the history that it still has."""
+    APPEND_CHEAPEST = "append_cheapest"
+    """Decode is expected to compute the new part sooner than prefill could pull the history."""
+
     # Nothing to reuse.
     NEW_SESSION = "new_session"
     """No stored handle for this conversation or token prefix (first turn, long ago, or in use)."""
@@ -55,6 +61,11 @@ class Reason(StrEnum):
     """Redis did not answer in time."""
     PULL_BLOCKED = "pull_blocked"
     """Pulls to this prefill worker failed lately and are paused."""
+    PAIR_MISMATCH = "pair_mismatch"
+    """The prefill and the decode worker cannot exchange blocks; /ready shows why."""
+    COLD_CHEAPEST = "cold_cheapest"
+    """Prefill is expected to have the prompt computed before it could pull; the handle was
+    released."""
 
     # Performed differently from the plan.
     PULL_FAILED = "pull_failed"
@@ -80,7 +91,7 @@ class Reason(StrEnum):
     BUILTIN_TOOLS = "builtin_tools"
     """Tools that the worker itself runs: it generates several times for one request."""
     NO_PREFILL_WORKER = "no_prefill_worker"
-    """No prefill worker is healthy."""
+    """No prefill worker is healthy, or none can hand blocks to the decode worker."""
     PREFILL_FAILED = "prefill_failed"
     """Prefill failed cold as well; decode computed the prompt itself."""
     PREFILL_KEPT_NOTHING = "prefill_kept_nothing"

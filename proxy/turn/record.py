@@ -15,9 +15,11 @@ from proxy.session.fingerprint import PromptTokens
 from proxy.session.holding import Holding
 from proxy.session.identity import NOBODY, Caller, Identity
 from proxy.session.ledger import Place
-from proxy.turn.plan import DecodeOnly, PrefillWithPull, TurnPlan
+from proxy.turn.expectation import Expected
+from proxy.turn.plan import DecodeLocalAppend, DecodeOnly, PrefillWithPull, TurnPlan
 from proxy.turn.reasons import Reason
 from proxy.turn.trace import TurnTrace
+from proxy.workers.costs import Work
 
 
 class Sink(Protocol):
@@ -82,6 +84,10 @@ class Turn:
     continues: bool = False
     """Was anything found of an earlier turn of its conversation?"""
     reservation: Reservation | None = None
+    expected: Expected | None = None
+    """What each route was expected to cost when the plan was made."""
+    decode_work: Work | None = None
+    """What decode's leg has to do, as planned; corrected by what decode says of it."""
     handed_over: bool = True
     """False between prefill's answer and decode's first sign of life."""
     legs: dict[str, float] = field(default_factory=dict)
@@ -129,6 +135,8 @@ class Turn:
         self.reason = plan.reason
         if isinstance(plan, PrefillWithPull):
             self.planned_pull = plan.tokens
+        elif isinstance(plan, DecodeLocalAppend):
+            self.reused_tokens = self.prompt_tokens - plan.tokens
 
     def fall_to_decode(self, reason: Reason) -> None:
         """Decode must compute the prompt itself: nothing is reused."""
@@ -151,6 +159,13 @@ class Turn:
         self.gap_seconds += gap
         if gap > self.longest_gap:
             self.longest_gap = gap
+
+    @property
+    def cost(self) -> float | None:
+        """Seconds of the legs up to the first content: what the plan is about."""
+        if not self.streamed or "decode" not in self.legs:
+            return None  # a whole answer's leg is as long as the answer
+        return self.legs.get("prefill", 0.0) + self.legs["decode"]
 
     @contextmanager
     def leg(self, name: str) -> Iterator[None]:

@@ -65,10 +65,11 @@ class Releases:
         notification for the same blocks looks like a read of blocks that it has freed.
         """
         tried: list[str] = []
+        holder = self._pool.get(holding.worker)
         while True:
             now = time.monotonic()
             paused = [each.name for each in self._pool.workers if not each.pulls_allowed(now)]
-            worker = self._pool.choose(Role.PREFILL, avoid=[avoid, *paused, *tried])
+            worker = self._pool.choose(Role.PREFILL, avoid=[avoid, *paused, *tried], beside=holder)
             if worker is None or worker.name in paused or worker.name in tried:
                 return _NOBODY
             try:

@@ -140,6 +140,7 @@ def decode_leg(
     ids_json: bytes | None,
     lease_seconds: float,
     ask_ids: bool = True,
+    append: bool = False,
 ) -> dict[str, Any]:
     """Decode leg: the client's request with prefill's handle.
 
@@ -147,12 +148,13 @@ def decode_leg(
     field in it). None: decode does everything, and the field is left out, because on a
     bidirectional worker an object with neither flag set pins its blocks for ever.
     ``lease_seconds`` tells a worker with our connector how long to retain the blocks; 0 asks it to
-    retain nothing. ``ask_ids``: have the worker put token ids
-    into a non-streamed answer; a worker with our plugin reports them anyway.
+    retain nothing. ``ask_ids``: have the worker put token ids into a non-streamed answer; a worker
+    with our plugin reports them anyway. ``append``: no handle and none needed, and the worker has
+    our connector, which gives such a turn a lease as well.
     """
     leg = client_fields(body)
-    if prefill_handle is not None:
-        transfer: dict[str, Any] = {**prefill_handle, "kvloop": 1}
+    if prefill_handle is not None or append:
+        transfer: dict[str, Any] = {**(prefill_handle or {}), "kvloop": 1}
         if ids_json is not None and not any(leg.get(field) for field in _SHOWS_PROMPT):
             transfer["prompt_token_ids"] = orjson.Fragment(ids_json)
         transfer["kvloop_lease_seconds"] = lease_seconds

@@ -1,168 +1,63 @@
-"""[pure] The workers as the proxy knows them, and which of them a turn is given.
+"""[pure] The workers behind the proxy, and which of them a turn is given.
 
-State changes come in as observations (a probe, an answer, a failure) with the time they were made;
-nothing here reads a clock or a socket.
+Nobody tells several proxies what the others are about to do, and what a worker says of its load is
+seconds old: if each proxy took the least loaded worker, all would take the same. So a choice is
+made among two at random (or two that the conversation's name points to), not among all.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from random import Random
 
 from proxy.turn.planner import HolderState
+from proxy.workers.costs import LegCosts, Work
+from proxy.workers.pairs import why_no_handover, why_no_pull
+from proxy.workers.worker import Role as Role
+from proxy.workers.worker import Worker as Worker
+from proxy.workers.worker import process_part
 
-_RANK = re.compile(r"_dp\d+$")
-
-
-class Role(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-@dataclass(slots=True)
-class Worker:
-    """One vLLM server. ``name`` is its host:port; ``epoch`` changes when its process restarts."""
-
-    url: str
-    role: Role
-    name: str
-    healthy: bool = False
-    epoch: str = ""
-    engine_id: str = ""
-    block_size: int | None = None
-    kv_blocks: int | None = None
-    pin_limit_blocks: int | None = None
-    """Most blocks its connector pins; None without our connector."""
-    pinned_blocks: int | None = None
-    """Blocks that its connector pinned when it was last asked; None without our connector."""
-    facts_read: int = 0
-    """How often it has been asked."""
-    outstanding: int = 0
-    """Turns sent and not yet finished, by this proxy."""
-    render: bool | None = None
-    """Does it serve /v1/chat/completions/render? None: not asked yet."""
-    plugin: bool | None = None
-    """Does it say how a turn ended (our vLLM plugin)? None: not seen yet."""
-    last_error: str = ""
-    _failed_probes: int = field(default=0, repr=False)
-    _failed_pulls: int = field(default=0, repr=False)
-    _pulls_paused_until: float = field(default=0.0, repr=False)
-    _failed_turns: int = field(default=0, repr=False)
-    _left_out_until: float = field(default=0.0, repr=False)
-    _pause: float = field(default=0.0, repr=False)
-    _failed_transfers: int = field(default=0, repr=False)
-    _transfers_paused_until: float = field(default=0.0, repr=False)
-
-    def probe_succeeded(self) -> bool:
-        """True when this brought the worker (back) into service."""
-        came_back = not self.healthy
-        self._failed_probes = 0
-        self.healthy = True
-        self.last_error = ""
-        return came_back
-
-    def probe_failed(self, error: str, *, refused: bool, limit: int) -> bool:
-        """True when this took the worker out of service.
-
-        A refused connection is certain (nobody listens) and counts at once; anything else may be a
-        busy worker and counts only ``limit`` times in a row.
-        """
-        self._failed_probes += 1
-        self.last_error = error
-        if self.healthy and (refused or self._failed_probes >= limit):
-            self.healthy = False
-            return True
-        return False
-
-    def answered(self) -> None:
-        """An answer to a turn proves life better than any probe."""
-        self._failed_probes = 0
-        self._failed_turns = 0
-        self._left_out_until = 0.0
-
-    def turn_failed(self, now: float, *, limit: int, pause: float) -> bool:
-        """A turn's call failed. True when this opened the breaker: left out for ``pause``."""
-        self._failed_turns += 1
-        if self._failed_turns < limit:
-            return False
-        self._pause = pause
-        self._left_out_until = now + pause
-        return True
-
-    def in_favour(self, now: float) -> bool:
-        """Is the breaker closed, or is it time for a trial?"""
-        return now >= self._left_out_until
-
-    def chosen(self, now: float) -> None:
-        """The worker was given a turn: of an open breaker one trial a pause, whatever it brings."""
-        if self._left_out_until:
-            self._left_out_until = now + self._pause
-
-    def transfer_failed(self, now: float, *, limit: int, pause: float) -> None:
-        """Decode failed on a turn that it should have read from prefill."""
-        self._failed_transfers += 1
-        if self._failed_transfers >= limit:
-            self._transfers_paused_until = now + pause
-            self._failed_transfers = limit - 1
-
-    def transfer_succeeded(self) -> None:
-        self._failed_transfers = 0
-
-    def transfers_allowed(self, now: float) -> bool:
-        return now >= self._transfers_paused_until
-
-    def handle_seen(self, engine_id: str) -> None:
-        """The engine id in a handle. A new one means a new process, known before any probe."""
-        if engine_id:
-            self.engine_id = _process_part(engine_id)
-
-    def pull_succeeded(self) -> None:
-        self._failed_pulls = 0
-
-    def pull_failed(self, now: float, *, limit: int, pause: float) -> None:
-        self._failed_pulls += 1
-        if self._failed_pulls >= limit:
-            # One trial after the pause decides anew.
-            self._pulls_paused_until = now + pause
-            self._failed_pulls = limit - 1
-
-    def pulls_allowed(self, now: float) -> bool:
-        return now >= self._pulls_paused_until
+_STICKY_SLACK = 4
+"""Turns by which a conversation's own decode worker may be busier than the least busy one, beside
+twice its load: below that a queue that others already see is cheaper than moving the history."""
+_FULL = 0.95
+"""Share of KV blocks in use from which a worker with a queue preempts rather than runs."""
+_HOME_BONUS = 0.98
+"""A conversation's home wins against a prefill worker that seems better by less."""
 
 
 class Pool:
-    """Prefill and decode workers, and the choice among them: the least busy healthy one."""
+    """Prefill and decode workers. Workers come and go (``roster``)."""
 
-    def __init__(self, workers: Iterable[Worker]) -> None:
-        self.workers = list(workers)
-        self._by_name = {worker.name: worker for worker in self.workers}
-        self._chosen = dict.fromkeys(Role, 0)
+    def __init__(self, workers: Iterable[Worker] = (), *, dice: Random | None = None) -> None:
+        self._by_name: dict[str, Worker] = {}
+        self._dice = dice or Random()
+        self._role_costs = {role: LegCosts() for role in Role}
+        for worker in workers:
+            self.add(worker)
 
-    def choose(
-        self, role: Role, *, avoid: Iterable[str] = (), now: float | None = None
-    ) -> Worker | None:
-        """The healthy worker with the fewest outstanding turns; those in ``avoid`` only if alone.
+    # Who is there.
 
-        With ``now``, workers whose breaker is open are chosen only when there is no other: a
-        breaker is a preference, only a probe takes a worker out of service. Equals take turns, so
-        that a quiet pool is used evenly.
-        """
-        healthy = [each for each in self.workers if each.role is role and each.healthy]
-        avoided = set(avoid)
-        candidates = [each for each in healthy if each.name not in avoided] or healthy
-        if now is not None:
-            candidates = [each for each in candidates if each.in_favour(now)] or candidates
-        if not candidates:
-            return None
-        self._chosen[role] += 1
-        offset = self._chosen[role] % len(candidates)
-        rotated = candidates[offset:] + candidates[:offset]
-        best = min(rotated, key=lambda each: each.outstanding)
-        if now is not None:
-            best.chosen(now)
-        return best
+    @property
+    def workers(self) -> list[Worker]:
+        return list(self._by_name.values())
+
+    def add(self, worker: Worker) -> None:
+        """Raises ValueError for a name that is taken."""
+        if worker.name in self._by_name:
+            raise ValueError(f"worker {worker.name} is in the pool already")
+        self._by_name[worker.name] = worker
+
+    def remove(self, name: str) -> Worker | None:
+        """Turns that run on it go on; what it holds counts as gone."""
+        return self._by_name.pop(name, None)
+
+    def get(self, name: str) -> Worker | None:
+        return self._by_name.get(name)
+
+    def has(self, role: Role) -> bool:
+        return any(each.role is role and _serving(each) for each in self.workers)
 
     def healthy(self, name: str) -> Worker | None:
         """The worker of this name, if it is healthy."""
@@ -178,17 +73,144 @@ class Pool:
         worker = self._by_name.get(name)
         if worker is None or not worker.healthy:
             return HolderState(present=False)
-        if worker.engine_id and engine_id and worker.engine_id != _process_part(engine_id):
+        if worker.engine_id and engine_id and worker.engine_id != process_part(engine_id):
             return HolderState(present=False)
         return HolderState(True, worker.epoch, worker.block_size)
 
-    def has(self, role: Role) -> bool:
-        return any(each.role is role and each.healthy for each in self.workers)
+    def pullable(self, decode: Worker) -> bool:
+        """Is there a prefill worker that can read what this decode worker keeps?"""
+        return any(
+            each.role is Role.PREFILL and why_no_pull(each, decode) is None for each in self.workers
+        )
+
+    # Who is chosen.
+
+    def candidates(
+        self,
+        role: Role,
+        *,
+        avoid: Iterable[str] = (),
+        now: float | None = None,
+        model: str = "",
+        beside: Worker | None = None,
+    ) -> list[Worker]:
+        """Workers that may be given a turn.
+
+        Those in ``avoid`` only if there is no other; with ``now`` the same goes for workers whose
+        breaker is open: a breaker is a preference, only a probe takes a worker out of service.
+        ``beside``: only workers that can exchange blocks with that one.
+        """
+        found = [each for each in self.workers if each.role is role and _serving(each)]
+        found = [each for each in found if each.serves(model)]
+        if beside is not None:
+            found = [each for each in found if _hands_over(each, beside)]
+        avoided = set(avoid)
+        found = [each for each in found if each.name not in avoided] or found
+        if now is not None:
+            found = [each for each in found if each.in_favour(now)] or found
+        return found
+
+    def choose(
+        self,
+        role: Role,
+        *,
+        avoid: Iterable[str] = (),
+        now: float | None = None,
+        model: str = "",
+        beside: Worker | None = None,
+    ) -> Worker | None:
+        """The less loaded of two at random."""
+        found = self.candidates(role, avoid=avoid, now=now, model=model, beside=beside)
+        return self._given(self._lighter(found), now)
+
+    def choose_decode(
+        self, *, model: str, key: bytes, holder: str, now: float, avoid: Iterable[str] = ()
+    ) -> Worker | None:
+        """The worker that has the conversation's history, unless it is much busier than others.
+
+        ``holder`` names it. Without one: the less loaded of the two that ``key`` (the
+        conversation's) points to, which change as little as can be when workers come and go.
+        """
+        found = self.candidates(Role.DECODE, avoid=avoid, now=now, model=model)
+        able = [each for each in found if each.transfers_allowed(now)] or found
+        if not able:
+            return None
+        own = next((each for each in able if each.name == holder), None)
+        if own is not None:
+            least = min(each.load for each in able)
+            queued = own.waiting > 0 and own.kv_usage >= _FULL
+            if own.load <= 2 * least + _STICKY_SLACK and not (queued and len(able) > 1):
+                return self._given(own, now)
+            able = [each for each in able if each is not own]
+        if key:
+            able = ranked(key, able)[:2]
+        return self._given(self._lighter(able), now)
+
+    def choose_prefill(
+        self,
+        found: Sequence[Worker],
+        cost: Callable[[Worker], float],
+        *,
+        key: bytes,
+        cached: Callable[[Worker], int],
+        now: float,
+    ) -> Worker | None:
+        """The cheapest of: two at random, the one that has most of the prompt, the key's own.
+
+        ``found``: the ``candidates``; ``cost``: what the turn costs there, in any unit.
+        """
+        if not found:
+            return None
+        asked = self._dice.sample(found, min(2, len(found)))
+        asked.append(max(found, key=cached))
+        home = ranked(key, found)[0] if key else None
+        if home is not None:
+            asked.append(home)
+        best = min(asked, key=lambda each: cost(each) * (_HOME_BONUS if each is home else 1))
+        return self._given(best, now)
+
+    def _lighter(self, found: Sequence[Worker]) -> Worker | None:
+        if not found:
+            return None
+        return min(self._dice.sample(found, min(2, len(found))), key=lambda each: each.load)
+
+    def _given(self, worker: Worker | None, now: float | None) -> Worker | None:
+        if worker is not None and now is not None:
+            worker.chosen(now)
+        return worker
+
+    # What it costs.
+
+    def expect(self, worker: Worker, work: Work, now: float) -> float | None:
+        """Seconds; by what is known of the worker, else of workers of its role."""
+        own = worker.costs.expect(work, now)
+        return own if own is not None else self._role_costs[worker.role].expect(work, now)
+
+    def compute_seconds(self, worker: Worker, work: Work, now: float) -> float | None:
+        own = worker.costs.compute_seconds(work, now)
+        return own if own is not None else self._role_costs[worker.role].compute_seconds(work, now)
+
+    def observe(self, worker: Worker, work: Work, seconds: float, now: float) -> None:
+        worker.costs.observe(work, seconds, now)
+        self._role_costs[worker.role].observe(work, seconds, now)
 
 
-def _process_part(engine_id: str) -> str:
-    """An engine id without its data-parallel rank: the ranks of one process alternate in handles.
+def ranked(key: bytes, workers: Iterable[Worker]) -> list[Worker]:
+    """Rendezvous hashing: the order in which ``key`` prefers workers.
 
-    vLLM appends ``_dp<rank>`` (v1/engine/core.py).
+    A worker that leaves changes the first choice only of the keys that had it there, and one that
+    comes takes an equal share from all.
     """
-    return _RANK.sub("", engine_id)
+    return sorted(
+        workers,
+        key=lambda each: blake2b(each.name.encode(), key=key[:64], digest_size=8).digest(),
+    )
+
+
+def _serving(worker: Worker) -> bool:
+    return worker.healthy and not worker.draining
+
+
+def _hands_over(one: Worker, other: Worker) -> bool:
+    prefill, decode = (one, other) if one.role is Role.PREFILL else (other, one)
+    return why_no_handover(prefill, decode) is None

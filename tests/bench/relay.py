@@ -260,6 +260,8 @@ def grid(chosen: argparse.Namespace) -> list[Result]:
                 for name, each in samples.items():
                     results.append(Result.of(cell, name, each))
                 print(table([each for each in results if each.cell == cell]), flush=True)
+        if not chosen.quick:
+            write(results, chosen)  # after each part: the whole grid takes a while
     return results
 
 
@@ -293,6 +295,8 @@ def chunk_costs(results: list[Result]) -> str:
     for each in results:
         if each.cell.chunks == many and each.target != DIRECT:
             short = Cell(each.cell.prompt_bytes, few, each.cell.clients)
+            if (short, each.target) not in cost:
+                continue
             micro = 1000 * (each.cpu - cost[short, each.target]) / (many - few)
             at = f"{each.cell.clients} | {each.cell.prompt_bytes:,}"
             lines.append(f"| {at} | {each.target} | {micro:.1f} |")
@@ -353,8 +357,10 @@ def plot(results: list[Result]) -> None:
     width = 0.8 / len(names)
     for number, name in enumerate(names):
         places = [index + (number - (len(names) - 1) / 2) * width for index in range(len(cells))]
-        axes[0].bar(places, [value[cell, name].rate for cell in cells], width, label=name)
-        axes[1].bar(places, [value[cell, name].cpu for cell in cells], width)
+        found = [value.get((cell, name)) for cell in cells]
+        rates, costs = ([getattr(e, f, 0.0) for e in found] for f in ("rate", "cpu"))
+        axes[0].bar(places, rates, width, label=name)
+        axes[1].bar(places, costs, width)
     axes[0].set_ylabel("requests/s")
     axes[1].set_ylabel("CPU ms/request")
     for axis in axes:
@@ -491,8 +497,7 @@ def main() -> None:
         chosen.prompt_bytes, chosen.chunks = chosen.prompt_bytes[:1], chosen.chunks[:1]
         grid(chosen)
     else:
-        results = grid(chosen)
-        write(results, chosen)
+        grid(chosen)
 
 
 if __name__ == "__main__":

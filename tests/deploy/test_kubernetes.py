@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from proxy.workers.sources import check_url
+
 yaml = pytest.importorskip("yaml")
 
 KUBERNETES = Path(__file__).parent.parent.parent / "deploy" / "kubernetes"
@@ -67,15 +69,13 @@ def test_kustomize_builds(folder: str) -> None:
             validate.validate(thing, "1.34", strict=True)
 
 
-def test_the_proxies_list_is_the_workers() -> None:
-    """Each address in the proxy's settings is a pod of a StatefulSet behind its service."""
+def test_the_proxies_find_the_workers() -> None:
+    """The names in the proxy's settings are headless services: one address for each ready pod."""
     generated = documents(BASE / "kustomization.yaml")[0]["configMapGenerator"][0]["literals"]
     urls = dict(item.split("=", 1) for item in generated)
     for role, key in (("prefill", "KVLOOP_PREFILL_URLS"), ("decode", "KVLOOP_DECODE_URLS")):
         port = of("Service")[role]["spec"]["ports"][0]["port"]
-        count = of("StatefulSet")[role]["spec"]["replicas"]
-        expected = [f"http://{role}-{number}.{role}:{port}" for number in range(count)]
-        assert urls[key].split(",") == expected
+        assert check_url(urls[key]) == f"dns+http://{role}:{port}"
         assert of("Service")[role]["spec"]["clusterIP"] == "None"
 
 

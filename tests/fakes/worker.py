@@ -86,6 +86,14 @@ class Knobs:
     extra_computed: int = 0
     """Added to remote_num_tokens, as asynchronous scheduling may."""
     groups: int = 1
+    version: str = ""
+    transfer_mode: str = "pull"
+    running: int = 0
+    waiting: int = 0
+    """Requests of other proxies, on the metrics page."""
+    seconds_per_token: float = 0.0
+    """What computing, and moving, a prompt token takes."""
+    seconds_per_moved_token: float = 0.0
     wrong_after_pull: bool = False
     """Sample another token after a pull, as with wrong KV."""
 
@@ -138,7 +146,9 @@ class FakeWorker:
         self.aborted = 0
         self._numbers = itertools.count(1)
         self._blocks = itertools.count(1)
-        self._cache: set[tuple[int, ...]] | None = set() if prefix_cache else None
+        self.appends = 0
+        self._cache: set[int] | None = set() if prefix_cache else None
+        self._engine = asyncio.Lock()
         self._runner: web.AppRunner | None = None
         self.port = 0
 
@@ -155,6 +165,7 @@ class FakeWorker:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/version", self._version)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/chat/completions/render", self._render)
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -223,17 +234,24 @@ class FakeWorker:
         return web.Response(status=self.knobs.health_status)
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        knobs = self.knobs
         page = (
             f"process_start_time_seconds {self.started_at:.2f}\n"
             f'vllm:cache_config_info{{block_size="{self.block_size}",'
             f'enable_prefix_caching="{self._cache is not None}",engine="0",'
             f'num_gpu_blocks="{self.block_count}"}} 1.0\n'
         )
-        # A recorded page brings its own.
-        if self.knobs.connector and self.role == "decode" and self.more_metrics is str:
+        if self.more_metrics is str:  # a recorded page brings its own
+            running = knobs.running + self.open_requests
+            page += f'vllm:num_requests_running{{engine="0"}} {running:.1f}\n'
+            page += f'vllm:num_requests_waiting{{engine="0"}} {knobs.waiting:.1f}\n'
+        if knobs.connector and self.role == "decode" and self.more_metrics is str:
             page += f'vllm:kvloop_pin_limit_blocks{{engine="0"}} {self.pin_limit}\n'
             page += f'vllm:kvloop_pinned_blocks{{engine="0"}} {self.pinned_blocks()}\n'
         return web.Response(text=page + self.more_metrics())
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": self.knobs.version})
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(
@@ -313,9 +331,10 @@ class FakeWorker:
     ) -> web.StreamResponse:
         if self.role == "prefill":
             return await self._prefilled(body, prompt, chat=False)
-        self.judge(body.get("kv_transfer_params"))
+        handed_over = self.judge(body.get("kv_transfer_params"))
         self.open_requests += 1
         try:
+            await self._decoded(prompt, handed_over=handed_over)
             made: web.StreamResponse = await answer(self, request, body, prompt)
             return made
         except asyncio.CancelledError:
@@ -324,9 +343,23 @@ class FakeWorker:
         finally:
             self.open_requests -= 1
 
-    def judge(self, params: dict[str, Any] | None) -> None:
-        if params and not params.get("do_remote_prefill") and not params.get("do_remote_decode"):
-            self.cluster.faults.append("both flags false: blocks pinned for ever")
+    async def _decoded(self, prompt: list[int], *, handed_over: bool) -> None:
+        """Take the time that decode needs, and remember what it computed."""
+        local = self._local(prompt)
+        await self._work(
+            computed=1 if handed_over else len(prompt) - local,
+            moved=len(prompt) - local if handed_over else 0,
+        )
+        self._remember([*prompt, *self.output()])
+
+    def judge(self, params: dict[str, Any] | None) -> bool:
+        """Has prefill handed this request over? Notes what would pin blocks for ever."""
+        handed_over = bool(params and params.get("do_remote_prefill"))
+        if params and not handed_over and not params.get("do_remote_decode"):
+            if not self.knobs.connector:
+                self.cluster.faults.append("both flags false: blocks pinned for ever")
+            self.appends += 1
+        return handed_over
 
     # Routes that one worker answers alone.
 
@@ -358,12 +391,7 @@ class FakeWorker:
         self, body: dict[str, Any], prompt: list[int], *, chat: bool
     ) -> web.Response:
         params = body.get("kv_transfer_params") or {}
-        pulled = local = 0
-        if self._cache is not None:
-            whole = len(prompt) // self.block_size
-            while whole and tuple(prompt[: whole * self.block_size]) not in self._cache:
-                whole -= 1
-            local = whole * self.block_size
+        pulled, local = 0, self._local(prompt)
         if params.get("remote_block_ids"):
             if self.knobs.hang_warm:
                 await asyncio.Event().wait()
@@ -386,9 +414,8 @@ class FakeWorker:
         delay += self.knobs.token_delay * (len(prompt) - pulled - local)
         if delay:
             await asyncio.sleep(delay)
-        if self._cache is not None:
-            for whole in range(1, len(prompt) // self.block_size + 1):
-                self._cache.add(tuple(prompt[: whole * self.block_size]))
+        await self._work(computed=len(prompt) - local - pulled, moved=pulled)
+        self._remember(prompt)
         handle = None
         if params.get("do_remote_decode"):
             handle = self._handle(prompt, is_prefill=True)
@@ -417,6 +444,28 @@ class FakeWorker:
                 "metrics": None,
             }
         )
+
+    def _local(self, prompt: list[int]) -> int:
+        """Leading tokens in this worker's own prefix cache."""
+        if self._cache is None:
+            return 0
+        whole = len(prompt) // self.block_size
+        digests = _prefixes(prompt, self.block_size)
+        while whole and digests[whole - 1] not in self._cache:
+            whole -= 1
+        return whole * self.block_size
+
+    def _remember(self, tokens: list[int]) -> None:
+        if self._cache is not None:
+            self._cache.update(_prefixes(tokens, self.block_size))
+
+    async def _work(self, *, computed: int, moved: int) -> None:
+        """Take the time; one request computes at a time."""
+        if moved and (seconds := moved * self.knobs.seconds_per_moved_token):
+            await asyncio.sleep(seconds)
+        if seconds := computed * self.knobs.seconds_per_token:
+            async with self._engine:
+                await asyncio.sleep(seconds)
 
     def _pull(self, params: dict[str, Any], prompt: list[int], local: int) -> int:
         """What vLLM's P does with D's handle, with every silent fault recorded."""
@@ -467,7 +516,7 @@ class FakeWorker:
             "pp_size": 1,
             "remote_num_tokens": len(tokens) + (0 if is_prefill else self.knobs.extra_computed),
             "remote_blocks_expiry_time": None if is_prefill else time.perf_counter() + lease,
-            "transfer_mode": "pull",
+            "transfer_mode": self.knobs.transfer_mode,
         }
 
     # Decode.
@@ -477,12 +526,13 @@ class FakeWorker:
         params = body.get("kv_transfer_params")
         if body.get("temperature", 1) < 0:
             return _bad_request("temperature must be non-negative", "temperature")
-        self.judge(params)
+        handed_over = self.judge(params)
         if self.role == "prefill":
             return await self._prefilled(body, tokenise(body), chat=True)
         prompt = (params or {}).get("prompt_token_ids") or tokenise(body)
         self.open_requests += 1
         try:
+            await self._decoded(prompt, handed_over=handed_over)
             if body.get("stream"):
                 return await self._stream(request, body, params, prompt)
             if self.knobs.chunk_delay:
@@ -681,6 +731,16 @@ class FakeWorker:
         end = self.turn_event(params, handle, prompt, output)
         await response.write(end + b"data: [DONE]\n\n")
         return response
+
+
+def _prefixes(tokens: list[int], block: int) -> list[int]:
+    """A number for each prefix of whole blocks."""
+    found: list[int] = []
+    value = 0
+    for start in range(0, len(tokens) - block + 1, block):
+        value = hash((value, tuple(tokens[start : start + block])))
+        found.append(value)
+    return found
 
 
 def _error(message: str, kind: str, code: int) -> str:

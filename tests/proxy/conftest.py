@@ -190,6 +190,8 @@ async def serve(valkey_url: str) -> AsyncIterator[Serve]:
             # A busy test machine must not look like a dead Redis or worker.
             "table_timeout_seconds": 10,
             "health_timeout_seconds": 30,
+            # Fakes take no time worth comparing; tests of costs say what legs cost.
+            "plan_by_cost": False,
             **settings,
         }
         app = App(Settings(**values))

@@ -142,7 +142,7 @@ async def test_a_failure_before_content_is_not_seen(
     serve: Serve, speaker: Speaker, stream: bool
 ) -> None:
     """Decode fails once before its first word: the turn is repeated cold."""
-    serving = await serve(decodes=2)
+    serving = await serve()
     serving.decode.knobs.stream_error_first = int(stream)
     serving.decode.knobs.fail_next = {} if stream else {speaker.path: 1}
     for _ in range(2):
@@ -260,8 +260,8 @@ async def test_responses_that_prefill_cannot_share(
 async def test_a_previous_response_is_found_where_it_is(serve: Serve, stream: bool) -> None:
     """The id leads to the decode worker that made the response, and nobody else there."""
     serving = await serve(decodes=3)
-    for _ in range(6):
-        made = await ask(serving, RESPONSES, [LONG], stream=stream)
+    for number in range(12):
+        made = await ask(serving, RESPONSES, [LONG], stream=stream, conversation_id=number)
         whole = events(made)[-1]["response"] if stream else made.json
         body = {"input": "Go on.", "previous_response_id": whole["id"]}
         answer = await serving.post(
@@ -270,7 +270,7 @@ async def test_a_previous_response_is_found_where_it_is(serve: Serve, stream: bo
         assert (answer.status, answer.reason) == (200, "previous_response")
         stored = await serving.get(f"/v1/responses/{whole['id']}")
         assert stored.json["output"] == whole["output"]
-    assert all(len(decode.stored_responses) >= 2 for decode in serving.decodes)
+    assert sum(bool(decode.stored_responses) for decode in serving.decodes) > 1
 
 
 @both

@@ -199,6 +199,23 @@ async def test_the_private_store_is_a_real_server_that_ends() -> None:
     await gone.close()
 
 
+async def test_a_cancelled_operation_ends_its_task(table: SessionTable) -> None:
+    """At whatever moment: redis-py alone loses a part of the cancellations."""
+    await table.reuse_is_off()
+
+    async def ask_for_ever() -> None:
+        while True:
+            await table.reuse_is_off()
+
+    for turns in range(60):
+        task = asyncio.create_task(ask_for_ever())
+        for _ in range(turns % 12 + 1):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task], timeout=5)
+        assert task.cancelled()
+
+
 @pytest.mark.parametrize("conversation", ["c", None])
 async def test_what_another_server_process_wrote_is_void(
     table: SessionTable, conversation: str | None

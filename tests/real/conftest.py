@@ -27,6 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.real)
 
 
+PULL_ALWAYS = {"KVLOOP_DECODE_LOCAL_APPEND": "false", "KVLOOP_PLAN_BY_COST": "false"}
+
+
 @dataclass(frozen=True)
 class Pair:
     """A running stack: the proxy's address, and those of both workers."""
@@ -45,7 +48,12 @@ def free_port() -> int:
 
 
 def start_stack(directory: Path, *, model: str, environment: dict[str, str]) -> Pair:
-    """``kvloop up --detach``; raises with its output when a part does not become ready."""
+    """``kvloop up --detach``; raises with its output when a part does not become ready.
+
+    Its proxy pulls whatever it can: what is tested and measured here is the pull. Other routes are
+    tested with proxies of their own beside it.
+    """
+    environment = {**PULL_ALWAYS, **environment}
     port = free_port()
     command = [sys.executable, "-m", "kvloop", "up", "--detach", "--model", model]
     command += ["--port", str(port), "--state-dir", str(directory), "--models-dir", str(MODELS)]

@@ -74,7 +74,14 @@ async def release_all(workers: Workers, body: dict[str, Any]) -> None:
 
 def proxy_settings(pair: Pair, **more: Any) -> Settings:
     return Settings(
-        prefill_urls=(pair.prefill,), decode_urls=(pair.decode,), redis_url=pair.redis_url, **more
+        **{
+            "prefill_urls": (pair.prefill,),
+            "decode_urls": (pair.decode,),
+            "redis_url": pair.redis_url,
+            "decode_local_append": False,
+            "plan_by_cost": False,
+            **more,
+        }
     )
 
 

@@ -110,6 +110,17 @@ def test_prefill_reports_where_its_tokens_came_from(make_engine: MakeEngine) -> 
     assert (handle["kvloop_local_tokens"], handle["kvloop_pulled_tokens"]) == (64, 100)
 
 
+def test_decode_reports_where_its_prompt_came_from(make_engine: MakeEngine) -> None:
+    """A turn without prefill shows what decode's own cache supplied, and is kept with a lease."""
+    engine = make_engine()
+    kept, handle = engine.finish(EngineRequest("d", {"kvloop": 1}), [1, 2])
+    assert kept
+    assert handle is not None
+    assert (handle["kvloop_local_tokens"], handle["kvloop_pulled_tokens"]) == (64, 100)
+    assert "d" in engine.scheduler._reqs_in_batch
+    assert "d" in engine.scheduler._reqs_need_send
+
+
 def test_requests_without_parameters_are_left_alone(make_engine: MakeEngine) -> None:
     """Plain requests are neither tracked nor kept."""
     engine = make_engine()

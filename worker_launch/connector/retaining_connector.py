@@ -83,16 +83,18 @@ class KvloopNixlConnector(_NixlPullConnector):  # type: ignore[misc]  # vLLM's c
         params = request.kv_transfer_params
         if not params:
             return
-        if params.get(DO_REMOTE_DECODE):
-            # The scheduler set these just before, and they are what its own metrics report. It
-            # calls once more after a pull has arrived, with the same numbers still there.
-            prefill = request.prefill_stats
-            if prefill is not None:
-                self._prefill_sources[request.request_id] = (
-                    prefill.num_local_cached_tokens,
-                    prefill.num_external_cached_tokens,
-                )
-        elif self.connector_scheduler.is_bidirectional_kv_xfer_enabled:
+        # The scheduler set these just before, and they are what its own metrics report. It calls
+        # once more after a pull has arrived, with the same numbers still there.
+        prefill = request.prefill_stats
+        if prefill is not None:
+            self._prefill_sources[request.request_id] = (
+                prefill.num_local_cached_tokens,
+                prefill.num_external_cached_tokens,
+            )
+        if (
+            not params.get(DO_REMOTE_DECODE)
+            and self.connector_scheduler.is_bidirectional_kv_xfer_enabled
+        ):
             self.connector_scheduler._reqs_in_batch.add(request.request_id)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Finished:
@@ -109,10 +111,10 @@ class KvloopNixlConnector(_NixlPullConnector):  # type: ignore[misc]  # vLLM's c
         kept, handle = finished
         if not kept or handle is None:
             return finished
+        if sources is not None:
+            handle[LOCAL_TOKENS], handle[PULLED_TOKENS] = sources
         params = request.kv_transfer_params
         if params.get(DO_REMOTE_DECODE):
-            if sources is not None:
-                handle[LOCAL_TOKENS], handle[PULLED_TOKENS] = sources
             return kept, handle
         return self._settle_pin(request_id, params.get(LEASE_SECONDS), handle)
 

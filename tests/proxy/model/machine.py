@@ -56,10 +56,15 @@ class Reuse(RuleBasedStateMachine):
         block=st.sampled_from([16, 32, 64]),
         groups=st.sampled_from([1, 1, 1, 2]),
         system=LENGTHS,
+        connector=st.booleans(),
     )
-    def begin(self, block: int, groups: int, system: int) -> None:
+    def begin(self, block: int, groups: int, system: int, connector: bool) -> None:
         self.world = World(
-            block_size=block, groups=groups, pin_limit=self.pin_limit, ledger_gates=self.budgeted
+            block_size=block,
+            groups=groups,
+            connector=connector,
+            pin_limit=self.pin_limit,
+            ledger_gates=self.budgeted,
         )
         self.system = self.words(system)
 

@@ -17,7 +17,10 @@ def play(seed: int, steps: int = 60, kind: type[Reuse] = Reuse) -> Reuse:
     """One history. Raises when a fault is found."""
     dice = random.Random(seed)
     machine = kind()
-    machine.begin(dice.choice((16, 32, 64)), dice.choice((1, 1, 1, 2)), dice.choice(_LENGTHS))
+    # Every third world has our connector, so that decode may be asked to append.
+    machine.begin(
+        dice.choice((16, 32, 64)), dice.choice((1, 1, 1, 2)), dice.choice(_LENGTHS), seed % 3 == 0
+    )
     try:
         for _ in range(steps):
             _step(machine, dice)

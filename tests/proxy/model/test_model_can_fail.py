@@ -100,14 +100,32 @@ def tokens_ahead_believed(patch: Patch) -> None:
     tail_not_compared(patch)
 
 
+def history_given_back_before_the_append(patch: Patch) -> None:
+    from proxy.turn import lookup
+    from proxy.turn.plan import DecodeLocalAppend
+
+    right = lookup._spends
+    patch.setattr(
+        lookup, "_spends", lambda plan: right(plan) and not isinstance(plan, DecodeLocalAppend)
+    )
+
+
+def appended_on_a_stock_worker(patch: Patch) -> None:
+    from proxy.workers.worker import Worker
+
+    patch.setattr(Worker, "retains", True)
+
+
 @pytest.mark.parametrize(
     ("fault", "noticed"),
     [
+        (history_given_back_before_the_append, "given back before"),
+        (appended_on_a_stock_worker, "stock worker"),
         (count_cut_without_the_list, "other tokens"),
         (tail_not_compared, "other tokens"),
         (tokens_ahead_believed, "other tokens"),
         (adapter_left_out_of_the_scope, "other tokens"),
-        (claim_without_del, "read of blocks that were read"),
+        (claim_without_del, "read of blocks that were read|given back before the append"),
         # Two need coincidences that a search may take minutes to meet.
         pytest.param(
             late_commit_taken_for_none, "read of blocks that were read", marks=pytest.mark.soak

@@ -8,6 +8,7 @@ order, fails them, cancels turns between them and moves the clock. What is judge
 * a handle is read twice, after its blocks were freed, or after they expired;
 * decode keeps blocks that nobody will ever pull or release;
 * what was given up for the retention budget is pulled, or released more than once.
+* decode is to append to a history that was given back before, or has no connector for it.
 
 The rules of P and D are those of vLLM 0.32.0: what P declines, what it reads when the list is
 longer than it needs, when it notifies D, what D keeps after each kind of ending.
@@ -149,10 +150,12 @@ class World:
         *,
         block_size: int,
         groups: int,
+        connector: bool = False,
         proxies: int = 2,
         pin_limit: int | None = None,
         ledger_gates: bool = False,
     ) -> None:
+        self.connector = connector or pin_limit is not None
         self.pin_limit = pin_limit
         self.ledger_gates = ledger_gates
         self.evicted: dict[str, int] = {}
@@ -168,6 +171,9 @@ class World:
         self.late: list[Any] = []
         self.block_size = block_size
         self.groups = groups
+        self.appends = 0
+        self.given_back: set[str] = set()
+        """Handles that decode was told to free."""
         self.prompts: dict[str, list[int]] = {}
         self.scripts: dict[str, Script] = {}
         self.pins: dict[str, Pin] = {}
@@ -311,6 +317,7 @@ class World:
         }
 
     def _notify(self, key: str) -> None:
+        self.given_back.add(key)
         if key in self.evicted:
             self.evicted[key] += 1
             if self.evicted[key] > 1:
@@ -354,7 +361,9 @@ class World:
     ) -> dict[str, Any] | None:
         """D's handle, or None when it keeps nothing."""
         held = chain(model, ids + script.output)
-        if params:
+        if params and not params.get("do_remote_prefill"):
+            self._appended()
+        elif params:
             source = self.prefill_handles.pop(params["remote_request_id"], None)
             if source is None:
                 return None
@@ -410,6 +419,16 @@ class World:
             "remote_blocks_expiry_time": self.clock + lease,
             "kvloop_lease_seconds": lease,
         }
+
+    def _appended(self) -> None:
+        """A turn without prefill that decode keeps: its history comes from decode's own cache."""
+        self.appends += 1
+        if not self.connector:
+            self.faults.append("a stock worker was told to keep a turn without prefill")
+        turn = _TURN.get()
+        mine = [key for key, task in self.claimed.items() if task is turn]
+        if any(key in self.given_back for key in mine):
+            self.faults.append("the history was given back before the append")
 
     def _over_share(self, blocks: int) -> bool:
         pinned = sum(len(group) for pin in self.pins.values() for group in pin.groups)
@@ -622,7 +641,7 @@ class ModelClient:
             given = params.get("prompt_token_ids")
             if given is not None and given != ids:
                 world.faults.append("decode was given other ids than the prompt's")
-            source = world.prefill_handles.get(params["remote_request_id"])
+            source = world.prefill_handles.get(params.get("remote_request_id"))
             if source is not None and world.clock - source[1] > P_LEASE:
                 world.faults.append("prefill's lease had ended")
         script = world.scripts[request["messages"][0]["content"]]
@@ -698,6 +717,8 @@ class ModelProxy:
         self.decode = Worker("http://d:1", Role.DECODE, "d:1", healthy=True, epoch="1")
         self.prefill.block_size = self.decode.block_size = world.block_size
         self.decode.pin_limit_blocks = world.pin_limit
+        if world.connector and world.pin_limit is None:
+            self.decode.pin_limit_blocks = 4096
         self.pool = Pool([self.prefill, self.decode])
         self.start()
 
