@@ -30,7 +30,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 _FAST_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25)
 _GAP_SECONDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5, 30)
 
-TOKEN_SOURCES = ("computed", "prefill_cache", "pulled", "reused")
+TOKEN_SOURCES = ("computed", "prefill_cache", "pulled", "reused", "decode_local")
 RETURN_RESULTS = ("pulled", "prefill_cache", "appended", "missed")
 CANARY_RESULTS = ("equal", "different", "failed")
 RELEASE_RESULTS = ("sent", "with_prefill", "failed", "no_prefill_worker")
@@ -66,7 +66,8 @@ class Metrics:
         self.prompt_tokens = Counter(
             "kvloop_prompt_tokens",
             "Prompt tokens by where their KV came from: computed by prefill, found in prefill's "
-            "own cache, pulled from decode, or reused (prefill did not say which of the two).",
+            "own cache, pulled from decode, reused (prefill did not say which of the two), or "
+            "still on decode, which went on by itself.",
             ("source",),
             registry=registry,
         )

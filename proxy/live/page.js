@@ -26,17 +26,18 @@ const ago = (at) => span(state.now - at);
 // What a turn was, in one word: its colour everywhere.
 function kind(turn) {
   if (turn.outcome !== "ok") return "bad";
-  if (turn.route === "decode-only") return "alone";
+  if (turn.route.startsWith("decode")) return turn.reused_tokens ? "local" : "alone";
   if (!turn.reused_tokens) return "cold";
   return turn.route === "cold-prefill" ? "cache" : "pull";
 }
-const KINDS = [["pull", "pulled from decode"], ["cache", "prefill's own cache"], ["cold", "computed"], ["alone", "decode alone"], ["bad", "failed or left"]];
+const KINDS = [["pull", "pulled from decode"], ["cache", "prefill's own cache"], ["local", "still on decode"], ["cold", "computed"], ["alone", "decode alone"], ["bad", "failed or left"]];
 
 function shares(turn) {
-  const prompt = turn.prompt_tokens || 1, pulled = turn.pulled_tokens ?? turn.reused_tokens;
-  const cache = Math.max(0, turn.reused_tokens - pulled);
-  return make("div", { class: "bar", title: `${turn.prompt_tokens} tokens: ${pulled} from decode, ${cache} from prefill's cache, ${turn.prompt_tokens - turn.reused_tokens} computed` },
+  const prompt = turn.prompt_tokens || 1, local = kind(turn) === "local" ? turn.reused_tokens : 0;
+  const pulled = local ? 0 : turn.pulled_tokens ?? turn.reused_tokens, cache = Math.max(0, turn.reused_tokens - pulled - local);
+  return make("div", { class: "bar", title: `${turn.prompt_tokens} tokens: ${pulled} from decode, ${local} still there, ${cache} from prefill's cache, ${turn.prompt_tokens - turn.reused_tokens} computed` },
     make("span", { class: "pull", "width%": 100 * pulled / prompt }),
+    make("span", { class: "local", "width%": 100 * local / prompt }),
     make("span", { class: "cache", "width%": 100 * cache / prompt }),
     turn.prompt_tokens ? make("span", { class: "computed", "width%": 100 * (turn.prompt_tokens - turn.reused_tokens) / prompt }) : null);
 }
@@ -179,7 +180,7 @@ let moving = 0;
 function travel(turn) {
   if (calm.matches || document.hidden || moving > 40 || !places.size) return;
   const colour = kind(turn), stops = ["clients", "proxy"];
-  const P = turn.route !== "decode-only" && places.has(turn.prefill) ? turn.prefill : null, D = places.has(turn.decode) ? turn.decode : null;
+  const P = !turn.route.startsWith("decode") && places.has(turn.prefill) ? turn.prefill : null, D = places.has(turn.decode) ? turn.decode : null;
   if (P) stops.push(P);
   if (D) stops.push(D);
   stops.push("proxy", "clients");
@@ -267,7 +268,7 @@ async function showHistory(id) {
   $("history-text").textContent = `${turns.length} turns remembered, ${number(prompt)} prompt tokens, ${number(computed)} of them computed.`;
   $("history-turns").replaceChildren(...turns.map((turn) => {
     const clock = new Date(turn.at * 1000).toLocaleTimeString();
-    const cold = asCold(turn), way = [turn.prefill && turn.route !== "decode-only" ? `prefill ${turn.prefill}` : null, turn.decode ? `decode ${turn.decode}` : null].filter(Boolean).join(" → ");
+    const cold = asCold(turn), way = [turn.prefill && !turn.route.startsWith("decode") ? `prefill ${turn.prefill}` : null, turn.decode ? `decode ${turn.decode}` : null].filter(Boolean).join(" → ");
     const legs = Object.entries(turn.legs_ms).map(([leg, value]) => `${leg} ${ms(value)}`).join(", ");
     const left = turn.holding_left ? `${number(turn.kept_tokens)} tokens left on decode` : `left nothing: ${turn.kept || turn.outcome}`;
     return make("li", {},

@@ -75,7 +75,9 @@ class Books:
         if turn.prompt_tokens:
             tokens = metrics.prompt_tokens
             of(tokens, "computed").inc(max(0, turn.prompt_tokens - turn.reused_tokens))
-            if turn.pulled_tokens is None or turn.prefill_cached_tokens is None:
+            if turn.route == DecodeLocalAppend.route:
+                of(tokens, "decode_local").inc(turn.reused_tokens)
+            elif turn.pulled_tokens is None or turn.prefill_cached_tokens is None:
                 of(tokens, "reused").inc(turn.reused_tokens)
             else:
                 of(tokens, "pulled").inc(turn.pulled_tokens)

@@ -143,7 +143,7 @@ class Lookup:
         if not prefills:
             decode = self._decode_for(turn, "", now)
             return Decision(DecodeOnly(Reason.NO_PREFILL_WORKER), None, decode, None)
-        askable = [parts.pool.choose(role, model=model, now=now) for role in _ASKED_FOR_TOKENS]
+        askable = [parts.pool.to_ask(role, model=model, now=now) for role in _ASKED_FOR_TOKENS]
         if askable[-1] is None:
             raise NoWorker("No decode worker is healthy.")
         prompt, miss = await self.tokenise(turn, tuple(each for each in askable if each))

@@ -123,6 +123,10 @@ class Pool:
         found = self.candidates(role, avoid=avoid, now=now, model=model, beside=beside)
         return self._given(self._lighter(found), now)
 
+    def to_ask(self, role: Role, *, model: str, now: float) -> Worker | None:
+        """A worker for a question beside the turn: it is no trial for an open breaker."""
+        return self._lighter(self.candidates(role, now=now, model=model))
+
     def choose_decode(
         self, *, model: str, key: bytes, holder: str, now: float, avoid: Iterable[str] = ()
     ) -> Worker | None:

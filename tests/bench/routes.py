@@ -164,7 +164,6 @@ async def measure(pair: Pair, options: argparse.Namespace) -> tuple[str, list[st
                     prefill_urls=(pair.prefill,),
                     decode_urls=(pair.decode,),
                     redis_url=pair.redis_url,
-                    health_interval_seconds=0.5,
                     append_stall_seconds=options.stall,
                     **settings,
                 )

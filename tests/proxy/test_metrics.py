@@ -12,7 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proxy.metrics import Metrics
+from proxy.recent import RecentTurns
+from proxy.session.identity import Identity
+from proxy.turn.books import Books
 from proxy.turn.cold_estimate import ColdEstimate
+from proxy.turn.record import Turn
 from proxy.workers.pool import Worker
 from tests.proxy.conftest import Serve, Serving
 
@@ -100,6 +105,26 @@ async def test_inter_token_latency_is_the_time_between_pieces(serving: Serving) 
     longest = await serving.metric("kvloop_longest_gap_seconds_sum")
     assert 0.01 < mean < 0.5
     assert mean <= longest
+
+
+def test_what_decode_still_had_is_a_source_of_its_own() -> None:
+    """Neither pulled nor computed: a route on which prefill had no part."""
+    metrics = Metrics()
+    turn = Turn(
+        body={"model": "m", "messages": []},
+        identity=Identity(b"", b"", b""),
+        request_id="r",
+        started=time.monotonic(),
+        route="decode-local-append",
+        prompt_tokens=100,
+        reused_tokens=90,
+    )
+    turn.first_content()
+    Books(metrics, RecentTurns(1)).close(turn, "ok")
+    page = metrics.page().decode()
+    assert 'kvloop_prompt_tokens_total{source="decode_local"} 90.0' in page
+    assert 'kvloop_prompt_tokens_total{source="computed"} 10.0' in page
+    assert 'kvloop_prompt_tokens_total{source="reused"} 0.0' in page
 
 
 async def test_tokens_kept_in_vain_are_counted(serving: Serving) -> None:

@@ -210,6 +210,15 @@ def test_an_open_breaker_lets_one_turn_at_a_time_try_the_worker() -> None:
     assert [pool.choose(Role.DECODE, now=12.0) for _ in range(40)].count(broken) > 10
 
 
+def test_a_question_is_no_trial_of_an_open_breaker() -> None:
+    """Asking for token ids must not use up the one turn that may try the worker."""
+    broken = worker("a")
+    pool = Pool([broken])
+    assert broken.turn_failed(0.0, limit=1, pause=10.0)
+    assert pool.to_ask(Role.DECODE, model="", now=11.0) is broken
+    assert broken.in_favour(11.0)
+
+
 def test_an_open_breaker_does_not_leave_turns_without_a_worker() -> None:
     """It is a preference: the only worker is chosen all the same."""
     alone = worker("a")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from proxy.errors import Overloaded
 from proxy.recent import SLICE_SECONDS, SLICES, RecentTurns
 from tests.proxy.conftest import Serve, Serving
 
@@ -177,7 +179,8 @@ async def test_the_stream_tells_a_snapshot_and_then_what_is_new(serving: Serving
     assert kind == "event: tick"
     assert [turn["number"] for turn in json.loads(data[6:])["turns"]] == [2]
     serving.app.live.close()
-    assert [event async for event in events] == []
+    async with asyncio.timeout(10):
+        assert [event async for event in events] == []
 
 
 async def test_only_so_many_pages_may_be_open(serve: Serve) -> None:
@@ -185,6 +188,8 @@ async def test_only_so_many_pages_may_be_open(serve: Serve) -> None:
     streams = [serving.app.live.events() for _ in range(32)]
     for stream in streams:
         await anext(stream)
+    with pytest.raises(Overloaded):
+        serving.app.live.admit()
     async with admin(serving) as client:
         refused = await client.get("/live/stream")
         assert refused.status_code == 503

@@ -68,6 +68,8 @@ async def release_all(workers: Workers, body: dict[str, Any]) -> None:
         identity = identify(body, {})
         nothing = PromptTokens(identity.namespace, [])
         for holding in await app.table.find(identity, nothing):
+            if holding.handle is None:
+                continue  # a mark of what was there before
             assert await app.table.claim(identity, holding)
             await app.conductor.releases.send(body["model"], holding)
 
