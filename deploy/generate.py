@@ -26,7 +26,7 @@ GREEN, AMBER, RED, BLUE, GREY = "green", "orange", "red", "blue", "#8e8e8e"
 COLOURS = {
     "prefill-with-pull": GREEN, "cold-prefill": BLUE, "decode-only": AMBER, "none": GREY,
     "pulled": GREEN, "prefill_cache": "#96d98d", "reused": "#c8f2c2", "computed": BLUE,
-    "decode_local": "#2aa7a0",
+    "decode_local": "#2aa7a0", "appended": "#2aa7a0", "decode-local-append": "#2aa7a0",
     "missed": BLUE, "stored": GREEN,
 }  # fmt: skip
 COLOURED = {"{{route}}", "{{source}}", "{{result}}"}

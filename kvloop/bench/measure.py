@@ -147,7 +147,7 @@ async def _play(wanted: Wanted, ready: Sequence[Ready], model: str, tell: Tell) 
         title=wanted.title,
         started=started,
         ended=time.time(),
-        command=_own_command(),
+        command=own_command(sys.argv[1:]),
         commit=version,
         machine=f"{machine()} (the client's machine)",
         model=model,
@@ -268,14 +268,18 @@ def _notes(found: Found, wanted: Wanted, load: float) -> Iterator[str]:
         )
 
 
-def _own_command() -> str:
-    """What was typed, without secrets and without folders of this machine."""
+_OURS = ("--api-key", "--state-dir", "--models-dir", "--out")
+"""Options that say nothing of a measurement: a secret, and folders of one machine."""
+
+
+def own_command(arguments: Sequence[str]) -> str:
+    """What was typed, for the report."""
     words, skip = [], False
-    for word in sys.argv[1:]:
+    for word in arguments:
         if skip:
             skip = False
-        elif word in ("--api-key", "--state-dir", "--models-dir"):
+        elif word in _OURS:
             skip = True
-        elif not word.startswith(("--api-key=", "--state-dir=", "--models-dir=")):
+        elif not word.startswith(tuple(f"{option}=" for option in _OURS)):
             words.append(word)
     return shlex.join(["kvloop", *words])

@@ -13,8 +13,6 @@ from proxy.turn.cold_estimate import ColdEstimate
 from proxy.turn.plan import ColdPrefill, DecodeLocalAppend, PrefillWithPull
 from proxy.turn.record import Turn
 
-_PREFILLED = (ColdPrefill.route, PrefillWithPull.route)
-
 
 class Books:
     """Takes each turn when it is over."""
@@ -77,7 +75,7 @@ class Books:
         if turn.prompt_tokens:
             tokens = metrics.prompt_tokens
             of(tokens, "computed").inc(max(0, turn.prompt_tokens - turn.reused_tokens))
-            if turn.route not in _PREFILLED:
+            if turn.route == DecodeLocalAppend.route:
                 of(tokens, "decode_local").inc(turn.reused_tokens)
             elif turn.pulled_tokens is None or turn.prefill_cached_tokens is None:
                 of(tokens, "reused").inc(turn.reused_tokens)

@@ -193,10 +193,12 @@ def cpu_seconds(root: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def memory_bytes(root: int) -> int:
-    """Private memory of a process and all below it."""
+def memory_bytes(root: int, *, alone: bool = False) -> int:
+    """Private memory of a process and all below it, or of it ``alone``."""
     total = 0
     for pid, _ in descendants(root):
+        if alone and pid != root:
+            continue
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         except OSError:
@@ -429,7 +431,7 @@ def paced(chosen: argparse.Namespace) -> str:
 
 def soak(chosen: argparse.Namespace) -> None:
     """Memory while traffic goes on. A leak is a line that does not level off."""
-    print("| minute | requests | errors | kvloop MiB |\n|---|---|---|---|")
+    print("| minute | requests | errors | proxy MiB | its Valkey MiB |\n|---|---|---|---|---|")
     with targets(chosen.chunks[0], chosen.prompt_bytes[0], None, [1]) as found:
         ours = found[1]
         total, step = 0, max(2.0, chosen.soak / 30)
@@ -439,8 +441,10 @@ def soak(chosen: argparse.Namespace) -> None:
             sample = measure(ours, cell, step)
             total += sample.requests
             minute = (time.monotonic() - start) / 60
-            mib = memory_bytes(ours.pid) / 2**20
-            print(f"| {minute:.1f} | {total} | {sample.errors} | {mib:.1f} |", flush=True)
+            proxy = memory_bytes(ours.pid, alone=True) / 2**20
+            store = memory_bytes(ours.pid) / 2**20 - proxy
+            row = f"| {minute:.1f} | {total} | {sample.errors} | {proxy:.1f} | {store:.1f} |"
+            print(row, flush=True)
 
 
 def profile(chosen: argparse.Namespace) -> None:

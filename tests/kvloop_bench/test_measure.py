@@ -93,3 +93,8 @@ def test_legs_are_read_from_a_proxy_s_log(tmp_path: Path) -> None:
     )
     assert legs_by_request(log) == {"r1": {"prefill": 0.25}}
     assert legs_by_request(tmp_path / "absent") == {}
+
+
+def test_the_command_in_a_report_holds_no_secrets_and_no_folders() -> None:
+    typed = ["bench", "run", "--api-key", "secret", "--out=/home/me", "--legs", "a b"]
+    assert measure.own_command(typed) == "kvloop bench run --legs 'a b'"
