@@ -141,6 +141,8 @@ class Conductor:
             turn.decode_worker = decode.name
             turn.handed_over = handle is None
             append = isinstance(plan, DecodeLocalAppend)
+            if isinstance(plan, DecodeLocalAppend):
+                turn.decode_computes(decode, plan.tokens)
             try:
                 with busy(decode):
                     await self._decode.perform(turn, decode, handle, prompt, sink, append=append)
@@ -177,6 +179,8 @@ class Conductor:
                     else:
                         plan = DecodeOnly(Reason.TRANSFER_BLOCKED)
                     turn.adopt(plan)
+            finally:
+                turn.computed()
 
     def _learn(self, turn: Turn, worker: Worker, prompt: Prompt | None) -> None:
         """Decode has done its leg: what it cost, and what its prefix cache now holds."""

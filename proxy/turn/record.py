@@ -20,6 +20,7 @@ from proxy.turn.plan import DecodeLocalAppend, DecodeOnly, PrefillWithPull, Turn
 from proxy.turn.reasons import Reason
 from proxy.turn.trace import TurnTrace
 from proxy.workers.costs import Work
+from proxy.workers.worker import Worker
 
 
 class Sink(Protocol):
@@ -88,6 +89,7 @@ class Turn:
     """What each route was expected to cost when the plan was made."""
     decode_work: Work | None = None
     """What decode's leg has to do, as planned; corrected by what decode says of it."""
+    _computing: tuple[Worker, int] | None = None
     handed_over: bool = True
     """False between prefill's answer and decode's first sign of life."""
     legs: dict[str, float] = field(default_factory=dict)
@@ -133,6 +135,7 @@ class Turn:
     def adopt(self, plan: TurnPlan) -> None:
         self.route = plan.route
         self.reason = plan.reason
+        self.reused_tokens = 0
         if isinstance(plan, PrefillWithPull):
             self.planned_pull = plan.tokens
         elif isinstance(plan, DecodeLocalAppend):
@@ -143,8 +146,21 @@ class Turn:
         self.route, self.reason = DecodeOnly.route, reason
         self.reused_tokens, self.pulled_tokens, self.prefill_cached_tokens = 0, None, None
 
+    def decode_computes(self, worker: Worker, tokens: int) -> None:
+        """Decode has so many prompt tokens to compute before its first token."""
+        worker.outstanding_tokens += tokens
+        self._computing = (worker, tokens)
+
+    def computed(self) -> None:
+        """It has, or it gave up."""
+        if self._computing is not None:
+            worker, tokens = self._computing
+            worker.outstanding_tokens -= tokens
+            self._computing = None
+
     def first_content(self) -> None:
         """The answer begins: from now on nothing can be repeated."""
+        self.computed()
         self.stage = "relay"
         self.last_piece = time.monotonic()
         self.ttft = self.last_piece - self.started

@@ -52,6 +52,29 @@ async def test_a_short_turn_skips_prefill_and_can_still_be_pulled(serve: Serve) 
     assert serving.decode.appends == 1
 
 
+async def test_what_decode_is_computing_counts_as_work_ahead(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the first token: the next turn's append would wait for it."""
+    serving = await retaining(serve)
+    worker = serving.app.pool.get(serving.decode.name)
+    assert worker is not None
+    messages = [user(LONG)]
+    await serving.chat(messages, stream=True)
+    seen = []
+    right = serving.decode._work
+
+    async def work(**what: int) -> None:
+        seen.append(worker.outstanding_tokens)
+        await right(**what)
+
+    monkeypatch.setattr(serving.decode, "_work", work)
+    messages += [assistant("Fine."), user("Go on.")]
+    assert (await serving.chat(messages, stream=True)).route == "decode-local-append"
+    assert 0 < seen[0] <= 64
+    assert worker.outstanding_tokens == 0
+
+
 async def test_a_failed_append_is_prefilled_cold_and_gives_its_history_back(serve: Serve) -> None:
     serving = await retaining(serve)
     messages = [user(LONG)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -31,19 +32,23 @@ async def test_a_dead_engine_behind_a_living_server_gets_one_trial_a_pause(serve
     dead = serving.decodes[0]
     worker = next(each for each in serving.app.pool.workers if each.name == dead.name)
 
+    numbers = itertools.count()
+
     async def turns_it_got(count: int) -> int:
         before = len(dead.bodies(CHAT))
         for _ in range(count):
-            assert (await serving.chat([user(LONG)])).status == 200
+            # A conversation of its own: others would stay on the worker that has their history.
+            answer = await serving.chat([user(LONG)], conversation_id=str(next(numbers)))
+            assert answer.status == 200
         return len(dead.bodies(CHAT)) - before
 
     dead.knobs.fail_next[CHAT] = 1000
-    assert await turns_it_got(10) == 2
+    assert await turns_it_got(20) == 2
     worker._left_out_until = 1.0  # the pause is over
-    assert await turns_it_got(10) == 1
+    assert await turns_it_got(20) == 1
     dead.knobs.fail_next.clear()
     worker._left_out_until = 1.0
-    assert await turns_it_got(10) >= 4
+    assert await turns_it_got(20) >= 4
     assert worker.healthy
 
 
