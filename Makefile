@@ -15,7 +15,7 @@ INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help up down status chat env env-fast tools test test-fast lint bench bench-reuse bench-routes bench-fleet \
-	bench-lookup bench-relay bench-metrics bench-retention differential soak chaos wedge clean
+	bench-lookup bench-relay bench-metrics bench-retention differential features soak chaos wedge clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ bench-retention: env-fast ## Compare retention policies on synthetic traces
 
 differential: env ## Compare over 200 generated conversations with a cold worker (minutes)
 	@exec env DIFFERENTIAL_REPORT=docs/differential.md $(BIN)/python -m pytest tests/real/test_differential.py -m soak -s $(ARGS)
+
+features: env ## Compare every feature of every route with a plain worker; write the table (minutes)
+	@exec env FEATURES_REPORT=docs/compatibility.md FEATURES_README=README.md $(BIN)/python -m pytest tests/real/features -s $(ARGS)
 
 soak: env ## Soak the stack: 500 turns, then a verdict (minutes)
 	@exec $(BIN)/python -m tests.soak $(ARGS)
