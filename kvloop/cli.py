@@ -203,6 +203,26 @@ def reuse(
 
 
 @app.command()
+def keys(
+    tenant: Annotated[str, typer.Argument(help="Whose key: letters, digits, '.', '_', '-'.")],
+) -> None:
+    """Make an API key: the key once, for the client, and its hash, for the proxy's key file."""
+    from secrets import token_urlsafe
+
+    from proxy.tenants import KeysError, hashed, keys_from_text
+
+    key = "kvl_" + token_urlsafe(32)
+    stored = hashed(key.encode())
+    try:
+        keys_from_text(f"{tenant}={stored}")
+    except KeysError as error:
+        _fail(str(error))
+    typer.echo(f"key, for the client, shown only now:\n\n    {key}\n")
+    typer.echo(f'for the file named by KVLOOP_API_KEYS_FILE:\n\n    [tenants."{tenant}"]')
+    typer.echo(f'    keys = ["{stored}"]')
+
+
+@app.command()
 def doctor(
     prefill: Annotated[str, typer.Option(help="A prefill worker: http://host:port.")],
     decode: Annotated[str, typer.Option(help="A decode worker: http://host:port.")],

@@ -7,19 +7,24 @@ from typing import TYPE_CHECKING
 
 from proxy import log
 from proxy.api import admin, operations
-from proxy.api.chat import ChatRoute
-from proxy.api.http import Receive, Scope, Send
+from proxy.api.callers import Callers
+from proxy.api.forward import ForwardRoutes
+from proxy.api.generate import GeneratingRoute
+from proxy.api.http import Receive, Response, Scope, Send
 from proxy.api.live import Live
 from proxy.api.stalls import StallWatch
+from proxy.dialects import DIALECTS
+from proxy.dialects.messages import MESSAGES
+from proxy.errors import ClientError, anthropic_shape, http_answer, openai_shape
 from proxy.gauges import StateGauges
 from proxy.metrics import Metrics
 from proxy.session.ledger import Ledger
 from proxy.session.private_store import PrivateStore
 from proxy.session.table import SessionTable
-from proxy.settings import Settings
+from proxy.settings import Settings, SettingsError
 from proxy.switch import ReuseSwitch
+from proxy.tenants import KeysError
 from proxy.turn.conductor import Conductor
-from proxy.turn.wire import CHAT_PATH
 from proxy.workers.client import WorkerClient
 from proxy.workers.health import HealthLoop, ModelList
 from proxy.workers.pool import Pool, Role
@@ -29,12 +34,16 @@ from proxy.workers.sources import Sources
 if TYPE_CHECKING:
     from proxy.tracing import Tracing
 
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/docs", "/redoc", "/openapi.json"})
+"""Answered without an API key: they serve nobody's data. ``/metrics`` exists here only while there
+are no keys."""
+
 
 class App:
     """The proxy as an ASGI application.
 
-    Generating routes go straight to their handler; everything else to FastAPI. ``start`` and
-    ``stop`` are driven by the server's lifespan, or directly by a test.
+    Routes that workers answer go straight to their handlers; everything else to FastAPI. ``start``
+    and ``stop`` are driven by the server's lifespan, or directly by a test.
     """
 
     def __init__(self, settings: Settings, *, know_workers_first: bool = False) -> None:
@@ -44,6 +53,10 @@ class App:
         self.metrics = Metrics()
         self.models = ModelList()
         self.pool = Pool()
+        try:
+            self.callers = Callers(settings, self.metrics)
+        except KeysError as error:
+            raise SettingsError(f"kvloop: wrong settings\n  {error}") from None
         self._private_store: PrivateStore | None = None
         self.tracing = _tracing(settings)
 
@@ -55,7 +68,11 @@ class App:
             url = await self._private_store.start()
         self.table = SessionTable(url, timeout_seconds=settings.table_timeout_seconds)
         self.ledger = Ledger(self.table)
-        self.client = WorkerClient(connect_timeout_seconds=settings.connect_timeout_seconds)
+        self.client = WorkerClient(
+            connect_timeout_seconds=settings.connect_timeout_seconds,
+            api_key=settings.worker_api_key,
+            ca_file=settings.worker_ca_file,
+        )
         self.health = HealthLoop(
             self.client,
             self.models,
@@ -81,13 +98,27 @@ class App:
         self.gauges.start()
         self._stalls = StallWatch(settings.client_write_timeout_seconds)
         self._stalls.start()
-        self._chat = ChatRoute(
-            self.conductor,
-            self.models,
-            self.metrics,
-            self._stalls,
-            max_body_bytes=settings.max_body_bytes,
-            read_timeout=settings.client_read_timeout_seconds,
+        self._generating = {
+            dialect.path: GeneratingRoute(
+                dialect,
+                settings=settings,
+                conductor=self.conductor,
+                pool=self.pool,
+                models=self.models,
+                metrics=self.metrics,
+                stalls=self._stalls,
+                callers=self.callers,
+            )
+            for dialect in DIALECTS
+        }
+        self._forward = ForwardRoutes(
+            settings=settings,
+            pool=self.pool,
+            client=self.client,
+            metrics=self.metrics,
+            stalls=self._stalls,
+            callers=self.callers,
+            admission=self.conductor.admission,
         )
         self._operations = operations.build(self)
         self.live = Live(self)
@@ -143,10 +174,42 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
-        elif scope["path"] == CHAT_PATH and scope.get("method") == "POST":
-            await self._chat(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await self._http(scope, receive, send)
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
+        try:
+            size = sum(len(name) + len(value) for name, value in scope["headers"])
+            if size + len(scope["raw_path"]) > self.settings.max_header_bytes:
+                raise ClientError(
+                    f"The request's headers are larger than {self.settings.max_header_bytes} "
+                    "bytes.",
+                    status=431,
+                    code="headers_too_large",
+                )
+            if path not in OPEN_PATHS:
+                caller = self.callers.resolve(dict(scope["headers"]))
+                scope.setdefault("state", {})["caller"] = caller
+        except ClientError as error:
+            await self._refuse(error, path, Response(send))
+            return
+        if method == "POST" and (route := self._generating.get(path)):
+            await route(scope, receive, send)
+        elif self._forward.serves(method, path):
+            await self._forward(scope, receive, send)
         else:
             await self._operations(scope, receive, send)
+
+    async def _refuse(self, error: ClientError, path: str, response: Response) -> None:
+        shape = anthropic_shape if path.startswith(MESSAGES.path) else openai_shape
+        status, body, kind, _ = http_answer(error, shape)
+        self.metrics.http_errors.labels(str(status)).inc()
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        await response.begin(kind, headers, status)
+        await response.write(body, last=True)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:

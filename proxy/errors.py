@@ -15,6 +15,9 @@ Worker bodies are kept out of messages: they may hold prompts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import orjson
 
 
@@ -23,7 +26,10 @@ class KvloopError(Exception):
 
 
 class ClientError(KvloopError):
-    """The client must change its request. ``param`` is the field to change, if one is to blame."""
+    """The client must change its request. ``param`` is the field to change, if one is to blame.
+
+    ``retry_after`` (seconds, 0 for none): the same request may succeed then.
+    """
 
     def __init__(
         self,
@@ -33,9 +39,11 @@ class ClientError(KvloopError):
         param: str | None = None,
         code: str | None = None,
         type: str = "invalid_request_error",
+        retry_after: int = 0,
     ) -> None:
         super().__init__(message)
         self.message = message
+        self.retry_after = retry_after
         self.status = status
         self.param = param
         self.code = code
@@ -104,6 +112,18 @@ class TableUnavailable(KvloopError):
         self.certain = certain
 
 
+@dataclass(frozen=True, slots=True)
+class ErrorParts:
+    """What an error answer says, whatever its shape. ``retry_after`` is in seconds, 0 for none."""
+
+    status: int
+    message: str
+    type: str
+    code: str | None = None
+    param: str | None = None
+    retry_after: int = 0
+
+
 def openai_error(
     message: str, *, type: str, param: str | None = None, code: str | int | None = None
 ) -> bytes:
@@ -111,38 +131,72 @@ def openai_error(
     return orjson.dumps({"error": {"message": message, "type": type, "param": param, "code": code}})
 
 
-def http_answer(error: KvloopError) -> tuple[int, bytes, str, dict[str, str]]:
-    """(status, body, content type, extra headers) for an error that ends a turn."""
+def openai_shape(parts: ErrorParts) -> bytes:
+    return openai_error(parts.message, type=parts.type, param=parts.param, code=parts.code)
+
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def anthropic_shape(parts: ErrorParts) -> bytes:
+    """An error body as Anthropic's API shapes it: there the type follows from the status."""
+    known = _ANTHROPIC_TYPES.get(parts.status)
+    kind = known or ("invalid_request_error" if parts.status < 500 else "api_error")
+    return orjson.dumps({"type": "error", "error": {"type": kind, "message": parts.message}})
+
+
+def error_parts(error: KvloopError) -> ErrorParts:
+    """What the client is told of an error that ends its request."""
     match error:
         case ClientError():
-            body = openai_error(error.message, type=error.type, param=error.param, code=error.code)
-            return error.status, body, "application/json", {}
-        case WorkerRefused():
-            return error.status, error.body, error.content_type, {}
+            return ErrorParts(
+                error.status, error.message, error.type, error.code, error.param, error.retry_after
+            )
         case NoWorker():
-            body = openai_error(str(error), type="overloaded_error", code="no_worker")
-            return 503, body, "application/json", {"Retry-After": "5"}
+            return ErrorParts(503, str(error), "overloaded_error", "no_worker", retry_after=5)
         case Overloaded():
-            body = openai_error(str(error), type="overloaded_error", code=error.code)
-            return 503, body, "application/json", {"Retry-After": str(error.retry_after)}
+            return ErrorParts(
+                503, str(error), "overloaded_error", error.code, retry_after=error.retry_after
+            )
         case TableUnavailable():
-            body = openai_error(str(error), type="overloaded_error", code="table_unavailable")
-            return 503, body, "application/json", {"Retry-After": "1"}
+            return ErrorParts(
+                503, str(error), "overloaded_error", "table_unavailable", retry_after=1
+            )
         case WorkerFailed(status=503):
-            body = openai_error(
-                "The model worker is overloaded.", type="overloaded_error", code="worker_overloaded"
+            return ErrorParts(
+                503,
+                "The model worker is overloaded.",
+                "overloaded_error",
+                "worker_overloaded",
+                retry_after=1,
             )
-            return 503, body, "application/json", {"Retry-After": "1"}
         case WorkerUnreachable(timed_out=True):
-            body = openai_error(
-                "The model worker did not answer in time.", type="api_error", code="worker_timeout"
+            return ErrorParts(
+                504, "The model worker did not answer in time.", "api_error", "worker_timeout"
             )
-            return 504, body, "application/json", {}
         case WorkerError():
-            body = openai_error(
-                "The model worker failed to answer.", type="api_error", code="worker_failed"
+            return ErrorParts(
+                502, "The model worker failed to answer.", "api_error", "worker_failed"
             )
-            return 502, body, "application/json", {}
         case _:
-            body = openai_error("Internal error.", type="api_error", code="internal_error")
-            return 500, body, "application/json", {}
+            return ErrorParts(500, "Internal error.", "api_error", "internal_error")
+
+
+def http_answer(
+    error: KvloopError, shape: Callable[[ErrorParts], bytes] = openai_shape
+) -> tuple[int, bytes, str, dict[str, str]]:
+    """(status, body, content type, extra headers) for an error that ends a request."""
+    if isinstance(error, WorkerRefused):
+        return error.status, error.body, error.content_type, {}
+    parts = error_parts(error)
+    headers = {"Retry-After": str(parts.retry_after)} if parts.retry_after else {}
+    return parts.status, shape(parts), "application/json", headers

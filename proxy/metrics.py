@@ -249,6 +249,24 @@ class Metrics:
         self.http_errors = Counter(
             "kvloop_http_errors", "Error answers sent to clients.", ("status",), registry=registry
         )
+        self.forwarded = Counter(
+            "kvloop_forwarded",
+            "Requests of other routes that one worker answered alone.",
+            ("api", "outcome"),
+            registry=registry,
+        )
+        self.refused_callers = Counter(
+            "kvloop_refused_callers",
+            "Requests without a valid API key.",
+            ("cause",),
+            registry=registry,
+        )
+        self.throttled_requests = Counter(
+            "kvloop_throttled_requests",
+            "Requests over their tenant's limits (429).",
+            ("limit",),
+            registry=registry,
+        )
         self.table_seconds = Histogram(
             "kvloop_table_seconds",
             "Duration of one session-table operation.",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from proxy import log
-from proxy.api import http
+from proxy.api.protocol import limited_http
 from proxy.app import App
 from proxy.settings import Settings, SettingsError
 
@@ -91,7 +91,7 @@ class Server(uvicorn.Server):
                 host=settings.host,
                 port=settings.port,
                 loop="uvloop",
-                http=http.protocol,
+                http=limited_http(settings),
                 lifespan="on",
                 log_config=None,
                 access_log=False,  # the turn log says more, once a turn
@@ -99,6 +99,8 @@ class Server(uvicorn.Server):
                 proxy_headers=False,  # nothing here looks at the client's address
                 date_header=False,
                 timeout_graceful_shutdown=_CUT_SECONDS,
+                ssl_certfile=settings.tls_cert_file,
+                ssl_keyfile=settings.tls_key_file,
                 h11_max_incomplete_event_size=None,
             )
         )

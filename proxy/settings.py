@@ -12,7 +12,7 @@ import os
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -155,6 +155,50 @@ class Settings(BaseSettings):
         "append_tokens and pull_threshold alone.",
     )
 
+    api_keys_file: str | None = Field(
+        None,
+        description="TOML file of tenants and the hashes of their API keys; read again when it "
+        "changes. Unset, and api_keys unset too: anyone may call.",
+    )
+    api_keys: SecretStr | None = Field(
+        None, description="The same without a file: tenant=sha256:..., comma separated."
+    )
+    isolate_tenants: bool = Field(
+        True,
+        description="Give each tenant's requests a cache salt of its own, so that the time to "
+        "first token tells nobody what another tenant has sent. Costs sharing of equal prompts "
+        "between tenants; without API keys it changes nothing.",
+    )
+    tenant_max_in_flight: int | None = Field(
+        None,
+        ge=1,
+        description="Requests of one tenant under way at once in this process; then 429. "
+        "Unset: only max_in_flight limits. A tenant's own value in the file counts first.",
+    )
+    tenant_requests_per_minute: int | None = Field(
+        None,
+        ge=1,
+        description="Requests of one tenant per minute in this process, a minute's worth at once; "
+        "then 429 with Retry-After. A tenant's own value in the file counts first.",
+    )
+    worker_api_key: SecretStr | None = Field(
+        None, description="Sent to the workers as a bearer token (their --api-key)."
+    )
+    worker_ca_file: str | None = Field(
+        None,
+        description="Certificate authorities for https workers. Unset: the system's. There is no "
+        "setting to skip the check.",
+    )
+    tls_cert_file: str | None = Field(
+        None, description="Certificate chain for clients; with tls_key_file the port speaks TLS."
+    )
+    tls_key_file: str | None = Field(None, description="Private key of tls_cert_file.")
+
+    max_header_bytes: int = Field(
+        32 * 2**10,
+        ge=1024,
+        description="Larger request heads get a 431. Bearer tokens and ids need a few hundred.",
+    )
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="Larger requests get a 413.")
 
     connect_timeout_seconds: Seconds = Field(
@@ -307,6 +351,12 @@ class Settings(BaseSettings):
             raise ValueError("no port is left after port for admin_port; name one")
         if self.port and self.admin_port == self.port:
             raise ValueError("admin_port must differ from port")
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file go together; name both")
+        for name in ("api_keys_file", "worker_ca_file", "tls_cert_file", "tls_key_file"):
+            path = getattr(self, name)
+            if path is not None and not os.path.isfile(path):
+                raise ValueError(f"{name} names {path!r}, which is not a file")
         if self.expiry_margin_seconds >= self.decode_kv_ttl_seconds:
             raise ValueError(
                 "expiry_margin_seconds must be smaller than decode_kv_ttl_seconds, or no session "

@@ -78,6 +78,8 @@ def plugin_is_installed() -> bool:
 
 CHAT_MODULE = "vllm.entrypoints.openai.chat_completion.serving"
 COMPLETION_MODULE = "vllm.entrypoints.openai.completion.serving"
+MESSAGES_MODULE = "vllm.entrypoints.anthropic.serving"
+RESPONSES_MODULE = "vllm.entrypoints.openai.responses.serving"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,25 @@ COMPLETION_FULL = Target(
         "request_metadata",
     ),
     "plain",
+)
+MESSAGES_STREAM = Target(
+    "AnthropicServingMessages", "message_stream_converter", ("self", "generator"), "async generator"
+)
+RESPONSES_FULL = Target(
+    "OpenAIServingResponses",
+    "responses_full_generator",
+    (
+        "self",
+        "request",
+        "sampling_params",
+        "result_generator",
+        "context",
+        "model_name",
+        "tokenizer",
+        "request_metadata",
+        "created_time",
+    ),
+    "coroutine",
 )
 
 

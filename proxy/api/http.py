@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from proxy import log
 from proxy.errors import ClientError
+from proxy.session.identity import NOBODY, Caller
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -28,6 +29,14 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 _STATUS = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in HTTPStatus}
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Whose request it is. The app puts it there before any route sees the request; routes that
+    FastAPI serves find it as ``request.state.caller``."""
+    caller = scope.get("state", {}).get("caller", NOBODY)
+    assert isinstance(caller, Caller)
+    return caller
 
 
 class ClientGone(Exception):

@@ -6,17 +6,25 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import HTTPException, RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from proxy import __version__
 from proxy.api import sessions, workers
-from proxy.errors import KvloopError, NoWorker, http_answer, openai_error
+from proxy.api.forward import JSON_ROUTES
+from proxy.api.http import caller_of
+from proxy.api.openapi import add_routes
+from proxy.dialects import DIALECTS
+from proxy.errors import ClientError, KvloopError, NoWorker, http_answer, openai_error
 from proxy.workers.pool import Role
 
 if TYPE_CHECKING:
     from proxy.app import App
+
+_NOT_YET: dict[int | str, dict[str, Any]] = {
+    503: {"description": "No decode worker has answered yet."}
+}
 
 
 def build(app: App) -> FastAPI:
@@ -24,30 +32,55 @@ def build(app: App) -> FastAPI:
     client_side = FastAPI(
         title="kvloop",
         version=__version__,
-        description="Stateful prefill/decode proxy. POST /v1/chat/completions is served beside "
-        "these routes, as OpenAI's API defines it.",
+        description="Stateful prefill/decode proxy before vLLM workers.",
     )
-    add_probes(client_side, app)
+    add_probes(client_side, app, for_operators=not app.callers.required)
     in_openai_shape(client_side)
 
-    @client_side.get("/v1/models")
+    @client_side.get("/v1/models", responses=_NOT_YET)
     async def list_models() -> JSONResponse:
         """Models that the decode workers serve."""
         if not app.models.known:
             raise NoWorker("No decode worker has answered yet.")
         return JSONResponse(app.models.page())
 
+    @client_side.get(
+        "/v1/models/{model:path}", responses={404: {"description": "No such model."}, **_NOT_YET}
+    )
+    async def one_model(model: str) -> JSONResponse:
+        """One of them."""
+        if not app.models.known:
+            raise NoWorker("No decode worker has answered yet.")
+        for entry in app.models.page()["data"]:
+            if entry.get("id") == model:
+                return JSONResponse(entry)
+        raise ClientError(
+            f"The model '{model[:200]}' does not exist.",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
     sessions.add_client_routes(client_side, app, _tenant_of)
+    described = client_side.openapi
+
+    def with_workers_routes() -> dict[str, Any]:
+        return add_routes(described(), DIALECTS, JSON_ROUTES, keyed=app.callers.required)
+
+    client_side.openapi = with_workers_routes  # type: ignore[method-assign]
     return client_side
 
 
 def _tenant_of(request: Request) -> str:
-    """Whose request this is; what checks its key notes it there."""
-    return str(getattr(request.state, "tenant", ""))
+    """Whose request this is."""
+    return caller_of(request.scope).tenant
 
 
-def add_probes(surface: FastAPI, app: App) -> None:
-    """``/health``, ``/ready`` and ``/metrics``."""
+def add_probes(surface: FastAPI, app: App, *, for_operators: bool = True) -> None:
+    """``/health``, ``/ready`` and, for operators, ``/metrics``.
+
+    Where clients have to show a key, their port names no workers and gives no numbers.
+    """
     pool, metrics = app.pool, app.metrics
 
     @surface.get("/health")
@@ -55,7 +88,7 @@ def add_probes(surface: FastAPI, app: App) -> None:
         """Is this process alive? Says nothing about workers."""
         return {"status": "ok"}
 
-    @surface.get("/ready")
+    @surface.get("/ready", responses={503: {"description": "No turn can be answered now."}})
     async def ready() -> JSONResponse:
         """Can turns be answered? 200 when a decode worker is healthy, else (or draining) 503.
 
@@ -64,6 +97,11 @@ def add_probes(surface: FastAPI, app: App) -> None:
         """
         admission = app.conductor.admission
         serving = pool.has(Role.DECODE) and not admission.draining
+        status = 200 if serving else 503
+        if not for_operators:
+            return JSONResponse(
+                {"ready": serving, "draining": admission.draining}, status_code=status
+            )
         state: dict[str, Any] = {
             "ready": serving,
             "draining": admission.draining,
@@ -72,9 +110,12 @@ def add_probes(surface: FastAPI, app: App) -> None:
             "workers": workers.describe(pool),
             "pairs": workers.blocked_pairs(pool),
         }
-        return JSONResponse(state, status_code=200 if serving else 503)
+        return JSONResponse(state, status_code=status)
 
-    @surface.get("/metrics")
+    if not for_operators:
+        return
+
+    @surface.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         """Prometheus text format."""
         app.gauges.refresh()

@@ -24,6 +24,17 @@ MAX_ID_LENGTH = 512
 
 
 @dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request. ``tenant`` is empty when no API keys are configured."""
+
+    tenant: str = ""
+
+
+NOBODY = Caller()
+"""The caller of a proxy without API keys."""
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
     """Under what a turn's session is looked up.
 

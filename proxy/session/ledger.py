@@ -6,6 +6,7 @@ All proxies on one Redis write the same ledger, so the budget holds for them tog
 ``entries``    hash: id -> blocks, deadline, start, and what ``Entry.encode`` adds; under ``#`` the
                sum of the blocks
 ``deadlines``  sorted set: id by deadline
+``early``      sorted set: ids that were removed before they were entered, by time, for a minute
 
 A ledger follows the pins, not the session table: an entry goes when the blocks do (pulled,
 released) or when its deadline has passed, whoever has died meanwhile. So a crash can leave an entry
@@ -39,7 +40,7 @@ _LINGER_MS = 60_000
 # A server short of memory may drop either key by itself (the private one does): then both start
 # anew from what is left, or blocks would be counted that no deadline could ever free.
 _UPDATE = """
-local entries, deadlines = KEYS[1], KEYS[2]
+local entries, deadlines, early = KEYS[1], KEYS[2], KEYS[3]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local gone = {}
@@ -63,13 +64,14 @@ end
 
 local function take(id, why)
   local record = redis.call('HGET', entries, id)
-  if not record then return end
+  if not record then return false end
   redis.call('HDEL', entries, id)
   redis.call('ZREM', deadlines, id)
   redis.call('HINCRBY', entries, '#', -tonumber(string.match(record, '^%d+')))
   gone[#gone + 1] = why
   gone[#gone + 1] = id
   gone[#gone + 1] = record
+  return true
 end
 
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', deadlines, '-inf', now, 'LIMIT', 0, ARGV[2])) do
@@ -80,9 +82,12 @@ local longest = 0
 local position = 6
 while position <= #ARGV do
   local id = ARGV[position + 1]
-  take(id, 'removed')
+  local known = take(id, 'removed')
   if ARGV[position] == 'remove' then
+    if not known then redis.call('ZADD', early, now, id) end
     position = position + 2
+  elseif redis.call('ZREM', early, id) == 1 then
+    position = position + 5
   else
     local blocks, left, rest = ARGV[position + 2], ARGV[position + 3], ARGV[position + 4]
     local deadline = now + left
@@ -94,9 +99,13 @@ while position <= #ARGV do
     position = position + 5
   end
 end
+if redis.call('EXISTS', early) == 1 then
+  redis.call('ZREMRANGEBYSCORE', early, '-inf', now - ARGV[5])
+  redis.call('PEXPIRE', early, ARGV[5])
+end
 if longest > 0 then
   local linger = string.format('%.0f', longest + ARGV[5])
-  for _, key in ipairs(KEYS) do
+  for _, key in ipairs({entries, deadlines}) do
     if redis.call('PTTL', key) < tonumber(linger) then redis.call('PEXPIRE', key, linger) end
   end
 end
@@ -242,4 +251,4 @@ def _entries(flat: list[bytes]) -> list[Entry]:
 
 def _keys(place: Place) -> list[str]:
     prefix = f"kvloop:{{d:{place.worker}}}:{place.epoch}:"
-    return [prefix + "entries", prefix + "deadlines"]
+    return [prefix + "entries", prefix + "deadlines", prefix + "early"]

@@ -102,6 +102,8 @@ def _story(turn: Turn, outcome: str, total: float, cold: float | None) -> dict[s
         "request": turn.request_id,
         "trace": turn.trace.trace_id or None,
         "session": turn.identity.label,
+        "api": turn.dialect.name,
+        "tenant": turn.caller.tenant or None,
         "route": turn.route,
         "reason": str(turn.reason),
         "outcome": outcome,

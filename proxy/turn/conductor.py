@@ -153,7 +153,7 @@ class Conductor:
                 raise
             except Repeatable as failure:
                 self._decode_failed(turn, decode, failure.error, with_handle=handle is not None)
-                if turn.attempts >= 2:
+                if turn.attempts >= 2 or turn.bound_to:
                     raise failure.error from failure
                 if not self._parts.retries.spend():
                     self._parts.metrics.retries_refused.inc()

@@ -10,32 +10,20 @@ from typing import Any
 import orjson
 
 from proxy import log
+from proxy.dialects.base import Dialect
 from proxy.errors import WorkerError, WorkerFailed, WorkerRefused, WorkerUnreachable
-from proxy.relay.sse import (
-    TURN_EVENT_PREFIX,
-    EventSplitter,
-    carries_content,
-    event_data,
-    split_events,
-    stream_error,
-    take_turn_event,
-)
+from proxy.relay.sse import EventSplitter, event_data, split_events
 from proxy.session.fingerprint import PromptTokens
 from proxy.turn import wire
 from proxy.turn.keeping import Keeping
 from proxy.turn.parts import Parts
 from proxy.turn.record import Prompt, Sink, Turn
-from proxy.turn.wire import CHAT_PATH
 from proxy.workers.pool import Worker
 from proxy.workers.worker import rank_of
 
 _LAST_WORDS_SECONDS = 0.05
 """How long a plain answer may still arrive after its client left: decode may have finished and
 pinned blocks in that very moment, and only the answer says which."""
-_DONE_END = b"data: [DONE]\n\n"
-_ERROR = b'data: {"error"'
-_LAST_EVENTS = (TURN_EVENT_PREFIX, b"data: [DONE]")
-"""What follows the answer's last piece."""
 
 
 class Repeatable(Exception):
@@ -70,12 +58,14 @@ class DecodeLeg:
         if keep and prompt is not None:
             lease = self._parts.retention.lease(turn)
             self._parts.retention.decode_begins(turn, worker, len(prompt.tokens))
-        body = wire.decode_body(
+        body = turn.dialect.decode_body(
             turn.body,
             handle,
             ids_json=prompt.json if prompt else None,
             lease_seconds=lease,
             ask_ids=worker.plugin is not True,
+            caller=turn.caller,
+            worker=worker.name,
             append=append,
         )
         kept_prompt = prompt.tokens if prompt and keep else None
@@ -103,7 +93,7 @@ class DecodeLeg:
         call = asyncio.ensure_future(
             self._parts.client.call(
                 worker,
-                CHAT_PATH,
+                turn.dialect.path,
                 body,
                 timeout=self._parts.settings.first_byte_timeout_seconds,
                 headers=headers,
@@ -119,12 +109,12 @@ class DecodeLeg:
             raise
         worker.answered()
         self._handed_over(turn, worker)
-        ending = wire.ending_of_answer(turn.body, answer)
+        ending = turn.dialect.ending_of_answer(turn.body, answer)
         _correct(turn, ending)
         await self._parts.background.carry_through(
             self._keeping.keep(turn, worker, prompt, ending), "keep"
         )
-        clean = wire.client_answer(answer, client_asked_ids=bool(turn.body.get("return_token_ids")))
+        clean = turn.dialect.client_answer(turn.body, answer)
         turn.first_content()
         await sink.begin("application/json", turn.headers())
         await sink.write(orjson.dumps(clean), last=True)
@@ -138,7 +128,7 @@ class DecodeLeg:
                 answer = await call
         except (WorkerError, TimeoutError):
             return
-        await self._keeping.unkeep(turn, worker, wire.ending_of_answer(turn.body, answer))
+        await self._keeping.unkeep(turn, worker, turn.dialect.ending_of_answer(turn.body, answer))
 
     async def _decode_stream(
         self,
@@ -150,6 +140,7 @@ class DecodeLeg:
         sink: Sink,
     ) -> None:
         settings = self._parts.settings
+        dialect = turn.dialect
         splitter = EventSplitter()
         held: list[bytes] = []
         begun = kept = over = False
@@ -160,9 +151,8 @@ class DecodeLeg:
             if (
                 not begun
                 or not splitter.whole(data)
-                or TURN_EVENT_PREFIX in data
-                or data.endswith(_DONE_END)
-                or data.startswith(_ERROR)
+                or dialect.may_end(data)
+                or dialect.reports_error(data)
                 or not sink.offer(data)
             ):
                 return False
@@ -172,7 +162,7 @@ class DecodeLeg:
         try:
             async with self._parts.client.stream(
                 worker,
-                CHAT_PATH,
+                turn.dialect.path,
                 body,
                 first_byte_timeout=settings.first_byte_timeout_seconds,
                 headers=headers,
@@ -185,12 +175,12 @@ class DecodeLeg:
                         )
                         block = splitter.feed(data) if data else splitter.flush()
                         if block:
-                            if begun and not block.startswith(_LAST_EVENTS):
+                            if begun and not block.startswith(dialect.last_events):
                                 turn.next_content()
                             if not begun:
                                 self._handed_over(turn, worker)
                                 held.append(block)
-                                if not _committed(worker, block):
+                                if not _committed(dialect, worker, block):
                                     continue
                                 block = b"".join(held)
                                 turn.legs["decode"] = time.monotonic() - sent
@@ -201,17 +191,14 @@ class DecodeLeg:
                                 )
                                 begun = True
                                 timeout = settings.chunk_timeout_seconds
-                            if not kept and (
-                                TURN_EVENT_PREFIX in block or block.endswith(_DONE_END)
-                            ):
-                                block, event = take_turn_event(block)
+                            if not kept and dialect.may_end(block):
+                                block, ending = dialect.take_ending(block)
                                 kept = True
-                                ending = wire.ending_of_event(event)
                                 _correct(turn, ending)
                                 await self._parts.background.carry_through(
                                     self._keeping.keep(turn, worker, prompt, ending), "keep"
                                 )
-                            if block.startswith(_ERROR):
+                            if dialect.reports_error(block):
                                 self._parts.metrics.stream_errors.inc()
                                 turn.kept = "stream_error"
                                 log.event(
@@ -229,8 +216,7 @@ class DecodeLeg:
                             break
                 except asyncio.CancelledError:
                     if not kept and (rest := self._parts.client.arrived(response)):
-                        _, event = take_turn_event(splitter.feed(rest))
-                        ending = wire.ending_of_event(event)
+                        _, ending = dialect.take_ending(splitter.feed(rest))
                         self._parts.background.start(
                             self._keeping.unkeep(turn, worker, ending), "unkeep"
                         )
@@ -245,10 +231,7 @@ class DecodeLeg:
             log.event("stream_broken", request=turn.request_id, error=str(error))
             turn.kept = "stream_error"
             # Status 200 is out: say it in the stream, as vLLM itself does.
-            await sink.write(
-                b'data: {"error":{"message":"The model worker stopped answering.",'
-                b'"type":"api_error","param":null,"code":"worker_failed"}}\n\n' + _DONE_END
-            )
+            await sink.write(dialect.broken_stream())
         if not over:
             await sink.write(b"", last=True)
 
@@ -273,17 +256,18 @@ def _correct(turn: Turn, ending: wire.Ending) -> None:
         turn.decode_work = replace(work, computed=computed, context=turn.prompt_tokens - computed)
 
 
-def _committed(worker: Worker, block: bytes) -> bool:
+def _committed(dialect: Dialect, worker: Worker, block: bytes) -> bool:
     """Has the answer begun in earnest? Raises what an error event says."""
     for event in split_events(block):
         data = event_data(event)
         if data is None:
             continue
-        if error := stream_error(data):
+        error = dialect.stream_error(data)
+        if error is not None:
             code = error.get("code")
             if type(code) is int and 400 <= code < 500:
                 raise WorkerRefused(worker.name, code, data, "application/json")
             raise WorkerFailed(worker.name, 0, "reported an error in its stream")
-        if carries_content(data):
+        if dialect.carries_content(data):
             return True
     return False

@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from proxy import log
+from proxy.dialects.base import Dialect
 from proxy.errors import (
     NoWorker,
     TableUnavailable,
@@ -32,8 +33,6 @@ from proxy.turn.plan import DecodeLocalAppend, DecodeOnly, PrefillWithPull, Turn
 from proxy.turn.planner import (
     Append,
     Limits,
-    has_media,
-    may_split,
     plan_turn,
     unusable_now,
     wants_claim,
@@ -74,42 +73,52 @@ class Lookup:
         self, turn: Turn, workers: tuple[Worker, ...]
     ) -> tuple[Prompt | None, Reason]:
         """Token ids of the prompt, or None and why they are not known."""
-        body = turn.body
-        if has_media(body.get("messages")):
+        if turn.dialect.has_media(turn.body):
             return None, Reason.MEDIA
-        ids: list[int] | None = None
+        ids = turn.dialect.given_ids(turn.body)
+        if ids is not None:
+            return self._prompt(turn, ids)
         with turn.leg("tokenise"), turn.trace.span("tokenise"):
             for worker in workers:
                 try:
-                    ids = await self._rendered(worker, body)
+                    ids = await self._rendered(worker, turn.dialect, turn.body)
                     break
                 except (WorkerFailed, WorkerUnreachable) as error:
                     self._parts.verdicts.call_failed(worker, error)
                     log.event("tokenise_failed", request=turn.request_id, error=str(error))
         if ids is None:
             return None, Reason.NOT_TOKENISED
+        return self._prompt(turn, ids)
+
+    @staticmethod
+    def _prompt(turn: Turn, ids: list[int]) -> tuple[Prompt, Reason]:
         tokens = PromptTokens(turn.identity.namespace, ids)
         return Prompt(tokens, orjson.dumps(ids)), Reason.NEW_SESSION
 
-    async def _rendered(self, worker: Worker, body: dict[str, Any]) -> list[int] | None:
+    async def _rendered(
+        self, worker: Worker, dialect: Dialect, body: dict[str, Any]
+    ) -> list[int] | None:
         timeout = self._parts.settings.tokenise_timeout_seconds
-        if worker.render is not False:
+        if dialect.render_path and worker.render is not False:
             try:
-                answer = await self._parts.client.call(
-                    worker,
-                    tokenise.RENDER_PATH,
-                    orjson.dumps(tokenise.render_request(body)),
-                    timeout=timeout,
-                    repeatable=True,
-                )
+                answers = [
+                    await self._parts.client.call(
+                        worker,
+                        dialect.render_path,
+                        orjson.dumps(leg),
+                        timeout=timeout,
+                        repeatable=True,
+                    )
+                    for leg in dialect.render_requests(body)
+                ]
                 worker.render = True
-                return tokenise.token_ids(answer)
+                return tokenise.agreed_ids(answers)
             except WorkerRefused as refusal:
                 if not tokenise.render_is_off(refusal.status, _object(refusal.body)):
                     raise
                 worker.render = False
                 log.event("render_unavailable", worker=worker.name)
-        request = tokenise.tokenize_request(body)
+        request = dialect.tokenize_request(body)
         if request is None:
             return None
         answer = await self._parts.client.call(
@@ -129,7 +138,7 @@ class Lookup:
         parts, model = self._parts, turn.model
         now = time.monotonic()
         prefills = parts.pool.candidates(Role.PREFILL, now=now, model=model)
-        if reason := may_split(turn.body):
+        if reason := turn.dialect.alone(turn.body):
             return Decision(DecodeOnly(reason), None, self._decode_for(turn, "", now), None)
         if not prefills:
             decode = self._decode_for(turn, "", now)
@@ -167,9 +176,12 @@ class Lookup:
         return Decision(plan, prompt, decode, prefill)
 
     def _decode_for(self, turn: Turn, holder: str, now: float) -> Worker:
-        decode = self._parts.pool.choose_decode(
-            model=turn.model, key=turn.identity.conversation, holder=holder, now=now
-        )
+        if turn.bound_to:
+            decode = self._parts.pool.healthy(turn.bound_to)
+        else:
+            decode = self._parts.pool.choose_decode(
+                model=turn.model, key=turn.identity.conversation, holder=holder, now=now
+            )
         if decode is None:
             raise NoWorker("No decode worker is healthy.")
         return decode

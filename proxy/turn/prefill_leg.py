@@ -22,7 +22,7 @@ from proxy.turn.plan import (
 from proxy.turn.reasons import Reason
 from proxy.turn.record import Prompt, Turn
 from proxy.turn.releases import ABORT_SETTLES
-from proxy.turn.wire import CHAT_PATH, COMPLETIONS_PATH
+from proxy.turn.wire import COMPLETIONS_PATH
 from proxy.workers.costs import Work
 from proxy.workers.pairs import why_no_handover
 from proxy.workers.pool import Role, Worker
@@ -211,7 +211,7 @@ class PrefillLeg:
                 wire.prefill_body(turn.body, prompt.json, transfer, ask_ids=watched),
             )
         else:
-            path, body = CHAT_PATH, wire.prefill_chat_body(turn.body, transfer)
+            path, body = turn.dialect.path, turn.dialect.prefill_body(turn.body, transfer)
         answer = await self._parts.client.call(
             worker,
             path,

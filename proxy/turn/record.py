@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from proxy.dialects.base import Dialect
+from proxy.dialects.chat import CHAT
 from proxy.session.fingerprint import PromptTokens
 from proxy.session.holding import Holding
-from proxy.session.identity import Identity
+from proxy.session.identity import NOBODY, Caller, Identity
 from proxy.session.ledger import Place
 from proxy.turn.expectation import Expected
 from proxy.turn.plan import DecodeLocalAppend, DecodeOnly, PrefillWithPull, TurnPlan
@@ -50,6 +52,10 @@ class Turn:
     identity: Identity
     request_id: str
     started: float
+    dialect: Dialect = CHAT
+    caller: Caller = NOBODY
+    bound_to: str = ""
+    """Name of the only decode worker that can serve it; empty when any can."""
 
     route: str = ""
     reason: Reason = Reason.NEW_SESSION
@@ -105,7 +111,7 @@ class Turn:
     @property
     def returning(self) -> bool:
         """Does the prompt hold an earlier answer, so that there was something to keep?"""
-        messages = self.body.get("messages")
+        messages = self.body.get("messages", self.body.get("input"))
         return isinstance(messages, list) and any(
             isinstance(each, dict) and each.get("role") == "assistant" for each in messages
         )

@@ -1,6 +1,6 @@
 """[pure] Which request asks a worker for a prompt's token ids, and how its answer is read.
 
-``/v1/chat/completions/render`` runs the worker's own request path up to the engine, so its ids are
+A generating route's own ``/render`` runs the worker's request path up to the engine, so its ids are
 by construction those the worker would run, and bad requests are refused before any prefill. It
 needs ``--enable-scale-out``; a worker without it answers 403. ``/tokenize`` is always there but
 takes fewer fields: it is used only for requests that it can express.
@@ -8,12 +8,9 @@ takes fewer fields: it is used only for requests that it can express.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from proxy.turn.wire import client_fields
-
-RENDER_PATH = "/v1/chat/completions/render"
 TOKENIZE_PATH = "/tokenize"
 
 _SAME = (
@@ -27,14 +24,6 @@ _SAME = (
 )
 _NOT_EXPRESSIBLE = ("truncate_prompt_tokens", "truncation_side", "mm_processor_kwargs")
 """Fields that change the prompt and that ``/tokenize`` ignores."""
-
-
-def render_request(body: dict[str, Any]) -> dict[str, Any]:
-    """Body for ``/render``: the client's, not streamed (stream_options alone would be a 400)."""
-    leg = client_fields(body)
-    leg.pop("stream", None)
-    leg.pop("stream_options", None)
-    return leg
 
 
 def tokenize_request(body: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -85,3 +74,9 @@ def token_ids(answer: Mapping[str, Any]) -> list[int] | None:
         return None
     ids = answer.get("token_ids", answer.get("tokens"))
     return ids if isinstance(ids, list) and ids else None
+
+
+def agreed_ids(answers: Sequence[Mapping[str, Any]]) -> list[int] | None:
+    """The ids that all answers give, None when one gives none or another's."""
+    first = token_ids(answers[0])
+    return first if all(token_ids(each) == first for each in answers[1:]) else None

@@ -16,14 +16,13 @@ import orjson
 from proxy.session.holding import Holding
 from proxy.turn.plan import PrefillWithPull
 
-CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"
 
 STRIPPED_FROM_CLIENTS = ("kv_transfer_params", "ec_transfer_params", "conversation_id")
 """Never forwarded from a client: the first two would let it read any worker's KV (they carry
 engine ids, hosts, block ids and token ids), the last is ours and unknown to strict servers."""
 
-_PREFILL_ONLY_UNSPLIT = (
+ONLY_DECODE = (
     "stream",
     "stream_options",
     "max_completion_tokens",
@@ -43,6 +42,10 @@ _PREFILL_ONLY_UNSPLIT = (
 ``max_completion_tokens`` beats ``max_tokens``, ``min_tokens`` above it is a 400, a stop string at
 token one loses the handle. ``tool_choice`` and the like stay: they can change the rendered prompt,
 and decode must find in prefill's blocks the prompt that it renders itself."""
+
+
+_SHOWS_PROMPT = ("return_prompt_text", "enable_response_messages")
+"""Fields that put the prompt's text into the answer: decode must render it, ids have no text."""
 
 
 def client_fields(body: dict[str, Any]) -> dict[str, Any]:
@@ -121,16 +124,6 @@ def first_token(answer: Mapping[str, Any]) -> int | None:
     return ids[0] if isinstance(ids, list) and ids and type(ids[0]) is int else None
 
 
-def prefill_chat_body(body: Mapping[str, Any], transfer: Mapping[str, Any]) -> bytes:
-    """Prefill leg when the ids are unknown (media, no tokeniser): prefill renders the messages."""
-    leg = {k: v for k, v in client_fields(dict(body)).items() if k not in _PREFILL_ONLY_UNSPLIT}
-    leg["max_tokens"] = 1
-    leg["max_completion_tokens"] = 1
-    leg["stream"] = False
-    leg["kv_transfer_params"] = transfer
-    return orjson.dumps(leg)
-
-
 def release_body(model: str, holding: Holding) -> bytes:
     """A prefill request whose only purpose is that decode frees ``holding``.
 
@@ -140,7 +133,7 @@ def release_body(model: str, holding: Holding) -> bytes:
     return prefill_body({"model": model}, b"[0]", transfer_for_prefill(None, holding))
 
 
-def decode_body(
+def decode_leg(
     body: dict[str, Any],
     prefill_handle: Mapping[str, Any] | None,
     *,
@@ -148,7 +141,7 @@ def decode_body(
     lease_seconds: float,
     ask_ids: bool = True,
     append: bool = False,
-) -> bytes:
+) -> dict[str, Any]:
     """Decode leg: the client's request with prefill's handle.
 
     ``prefill_handle`` is passed on whole (0.32.0 corrects ``cached_tokens`` from an unknown-looking
@@ -162,13 +155,13 @@ def decode_body(
     leg = client_fields(body)
     if prefill_handle is not None or append:
         transfer: dict[str, Any] = {**(prefill_handle or {}), "kvloop": 1}
-        if ids_json is not None:
+        if ids_json is not None and not any(leg.get(field) for field in _SHOWS_PROMPT):
             transfer["prompt_token_ids"] = orjson.Fragment(ids_json)
         transfer["kvloop_lease_seconds"] = lease_seconds
         if lease_seconds and ask_ids and not leg.get("stream"):
             leg["return_token_ids"] = True
         leg["kv_transfer_params"] = transfer
-    return orjson.dumps(leg)
+    return leg
 
 
 def usable_prefill_handle(value: object) -> dict[str, Any] | None:
@@ -193,17 +186,25 @@ def reported_reuse(prefill_handle: Mapping[str, Any]) -> tuple[int, int | None, 
     )
 
 
-_INTERNAL_ANSWER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+TRANSFER_FIELDS = ("kv_transfer_params", "ec_transfer_params")
 
 
 def client_answer(answer: dict[str, Any], *, client_asked_ids: bool) -> dict[str, Any]:
     """A non-streamed answer without what is ours."""
-    clean = {key: value for key, value in answer.items() if key not in _INTERNAL_ANSWER_FIELDS}
+    clean = without_transfer(answer)
     if not client_asked_ids:
-        clean.pop("prompt_token_ids", None)
+        if "prompt_token_ids" in clean:
+            clean["prompt_token_ids"] = None
         for choice in clean.get("choices") or ():
-            choice.pop("token_ids", None)
+            for field in ("token_ids", "prompt_token_ids"):
+                if field in choice:
+                    choice[field] = None
     return clean
+
+
+def without_transfer(answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer as a worker gives it that transfers nothing: the fields are there and null."""
+    return {k: None if k in TRANSFER_FIELDS else v for k, v in answer.items()}
 
 
 @dataclass(frozen=True, slots=True)

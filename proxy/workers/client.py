@@ -7,7 +7,7 @@ the answer was complete.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import orjson
@@ -153,10 +153,20 @@ class WorkerClient:
         first_byte_timeout: float,
     ) -> AsyncIterator[tuple[int, str, Callable[[float], AsyncIterator[bytes]]]]:
         """Any request, any answer below 500: its status, its content type and its body, piece by
-        piece, with the longest silence between two pieces as argument."""
-        async with self._opened(
-            worker, method, path, body, headers, first_byte_timeout
-        ) as response:
+        piece, with the longest silence between two pieces as argument.
+
+        A connection that was closed under the request before a byte came back is answered with one
+        more try on a fresh one: nothing that is forwarded changes a worker.
+        """
+        async with AsyncExitStack() as stack:
+            what = (worker, method, path, body, headers, first_byte_timeout)
+            try:
+                response = await stack.enter_async_context(self._opened(*what))
+            except WorkerUnreachable as error:
+                cause = error.__cause__
+                if not isinstance(cause, Broken) or not cause.unanswered:
+                    raise
+                response = await stack.enter_async_context(self._opened(*what, fresh=True))
             if response.status >= 500:
                 raise WorkerFailed(worker.name, response.status)
 
@@ -175,6 +185,8 @@ class WorkerClient:
         body: bytes | None,
         headers: dict[str, str],
         timeout: float,
+        *,
+        fresh: bool = False,
     ) -> AsyncIterator[Response]:
         """A response whose status is known."""
         connections = self._connections
@@ -184,7 +196,7 @@ class WorkerClient:
         try:
             try:
                 response = await connections.request(
-                    origin, head, body, whole=False, timeout=timeout
+                    origin, head, body, whole=False, timeout=timeout, fresh=fresh
                 )
                 await response.head(timeout)
             except HttpError as error:

@@ -58,6 +58,10 @@ class ConnectFailed(HttpError):
         self.refused = refused
 
 
+_HEADS = 64
+"""Request lines kept ready for each worker. Some paths hold ids: there is no end of them."""
+
+
 class Broken(HttpError):
     """The connection ended before the answer did, or what came is no HTTP answer.
 
@@ -247,20 +251,23 @@ class Origin:
         self._heads: dict[str, bytes] = {}
 
     def head(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> bytes:
-        """Request line and headers."""
+        """Request line and headers; JSON unless ``headers`` has a ``Content-Type``."""
         key = method + path
         start = self._heads.get(key)
         if start is None:
             start = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._fields}".encode("latin-1")
-            self._heads[key] = start  # methods and paths come from this program: a handful
+            if len(self._heads) < _HEADS:
+                self._heads[key] = start
         more = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         if more.count("\n") != len(headers) or more.count("\r") != len(headers):
             raise ValueError("a header's name or value holds a line break")
         if body is None:
             return b"%b%b\r\n" % (start, more.encode("latin-1"))
-        return b"%b%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (
+        kind = b"" if "Content-Type" in headers else b"content-type: application/json\r\n"
+        return b"%b%b%bcontent-length: %d\r\n\r\n" % (
             start,
             more.encode("latin-1"),
+            kind,
             len(body),
         )
 

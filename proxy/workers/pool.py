@@ -59,6 +59,11 @@ class Pool:
     def has(self, role: Role) -> bool:
         return any(each.role is role and _serving(each) for each in self.workers)
 
+    def healthy(self, name: str) -> Worker | None:
+        """The worker of this name, if it is healthy."""
+        worker = self._by_name.get(name)
+        return worker if worker is not None and worker.healthy else None
+
     def holder(self, name: str, engine_id: str) -> HolderState:
         """The state of the worker that a holding names, seen from the planner.
 

@@ -260,10 +260,8 @@ def test_plugin_and_proxy_agree_on_the_event_and_the_keys() -> None:
         "prompt_tokens": 2,
         "finish_reason": "stop",
     }
-    leg = json.loads(
-        wire.decode_body(
-            {"model": "m"}, {"do_remote_prefill": True}, ids_json=None, lease_seconds=0
-        )
+    leg = wire.decode_leg(
+        {"model": "m"}, {"do_remote_prefill": True}, ids_json=None, lease_seconds=0
     )
     asked = leg["kv_transfer_params"]
     assert transfer_keys.asks_for_event(asked)

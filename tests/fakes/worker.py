@@ -20,6 +20,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from tests.fakes import routes
+
 ROLE_IDS = {"system": 300, "user": 301, "assistant": 302, "tool": 303}
 END = 310
 MODEL = "fake-model"
@@ -33,7 +35,8 @@ def tokenise(body: dict[str, Any]) -> list[int]:
     for message in body["messages"]:
         content = message.get("content") or ""
         if isinstance(content, list):
-            content = "".join(part.get("text", "") for part in content)
+            parts = [part if isinstance(part, str) else part.get("text", "") for part in content]
+            content = "".join(map(str, parts))
         ids += [ROLE_IDS.get(message["role"], 304), *content.encode(), END]
     if body.get("add_generation_prompt", True):
         ids.append(ROLE_IDS["assistant"])
@@ -138,6 +141,7 @@ class FakeWorker:
         self.headers: list[dict[str, str]] = []
         """Of each request in ``requests``, with lower-case names."""
         self.started_at = time.time()
+        self.stored_responses: dict[str, dict[str, Any]] = {}
         self.open_requests = 0
         self.aborted = 0
         self._numbers = itertools.count(1)
@@ -166,6 +170,14 @@ class FakeWorker:
         app.router.add_post("/v1/chat/completions/render", self._render)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/messages", self._messages)
+        app.router.add_post("/v1/messages/render", self._render_messages)
+        app.router.add_post("/v1/messages/count_tokens", self._count)
+        app.router.add_post("/v1/responses", self._responses)
+        app.router.add_post("/v1/responses/render", self._render_responses)
+        app.router.add_get("/v1/responses/{id}", self._stored_response)
+        app.router.add_post("/v1/embeddings", self._embeddings)
+        app.router.add_post("/v1/audio/transcriptions", self._transcribe)
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
         )
@@ -262,13 +274,25 @@ class FakeWorker:
         return body
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        ids = tokenise(await self._read(request))
+        body = await self._read(request)
+        ids = routes.text_ids(body["prompt"]) if "prompt" in body else tokenise(body)
         return web.json_response(
             {"count": len(ids), "max_model_len": 100000, "tokens": ids, "token_strs": None}
         )
 
     async def _render(self, request: web.Request) -> web.Response:
         body = await self._read(request)
+        return self._rendered(body, tokenise(body))
+
+    async def _render_messages(self, request: web.Request) -> web.Response:
+        body = await self._read(request)
+        return self._rendered(body, tokenise(routes.chat_of_messages(body)))
+
+    async def _render_responses(self, request: web.Request) -> web.Response:
+        body = await self._read(request)
+        return self._rendered(body, tokenise(routes.chat_of_response(body)))
+
+    def _rendered(self, body: dict[str, Any], ids: list[int]) -> web.Response:
         if not self.knobs.render:
             return web.Response(
                 status=403,
@@ -277,15 +301,91 @@ class FakeWorker:
             )
         if body.get("temperature", 0) > 100:
             return _bad_request("temperature is too high", "temperature")
-        return web.json_response(
-            {"request_id": "chatcmpl-x", "token_ids": tokenise(body), "features": None}
-        )
+        return web.json_response({"request_id": "chatcmpl-x", "token_ids": ids, "features": None})
 
     # Prefill.
 
-    async def _completions(self, request: web.Request) -> web.Response:
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request)
-        return await self._prefilled(body, list(body["prompt"]), chat=False)
+        given = body["prompt"]
+        first = given[0] if isinstance(given, list) and not isinstance(given[0], int) else given
+        prompt = routes.text_ids(first) if isinstance(first, str) else list(first)
+        return await self._generated(request, body, prompt, routes.completion)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request)
+        prompt = self._told(body) or tokenise(routes.chat_of_messages(body))
+        return await self._generated(request, body, prompt, routes.message)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request)
+        prompt = self._told(body) or tokenise(routes.chat_of_response(body))
+        return await self._generated(request, body, prompt, routes.response)
+
+    @staticmethod
+    def _told(body: dict[str, Any]) -> list[int] | None:
+        return (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+
+    async def _generated(
+        self, request: web.Request, body: dict[str, Any], prompt: list[int], answer: Any
+    ) -> web.StreamResponse:
+        if self.role == "prefill":
+            return await self._prefilled(body, prompt, chat=False)
+        handed_over = self.judge(body.get("kv_transfer_params"))
+        self.open_requests += 1
+        try:
+            await self._decoded(prompt, handed_over=handed_over)
+            made: web.StreamResponse = await answer(self, request, body, prompt)
+            return made
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.open_requests -= 1
+
+    async def _decoded(self, prompt: list[int], *, handed_over: bool) -> None:
+        """Take the time that decode needs, and remember what it computed."""
+        local = self._local(prompt)
+        await self._work(
+            computed=1 if handed_over else len(prompt) - local,
+            moved=len(prompt) - local if handed_over else 0,
+        )
+        self._remember([*prompt, *self.output()])
+
+    def judge(self, params: dict[str, Any] | None) -> bool:
+        """Has prefill handed this request over? Notes what would pin blocks for ever."""
+        handed_over = bool(params and params.get("do_remote_prefill"))
+        if params and not handed_over and not params.get("do_remote_decode"):
+            if not self.knobs.connector:
+                self.cluster.faults.append("both flags false: blocks pinned for ever")
+            self.appends += 1
+        return handed_over
+
+    # Routes that one worker answers alone.
+
+    async def _count(self, request: web.Request) -> web.Response:
+        body = await self._read(request)
+        return web.json_response({"input_tokens": len(tokenise(routes.chat_of_messages(body)))})
+
+    async def _stored_response(self, request: web.Request) -> web.Response:
+        self.requests.append((request.path, {}))
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        found = self.stored_responses.get(request.match_info["id"])
+        return web.json_response(found, status=200 if found else 404)
+
+    async def _embeddings(self, request: web.Request) -> web.Response:
+        body = await self._read(request)
+        if body.get("input") == "refuse":
+            return _bad_request("no such thing", "input")
+        vector = {"object": "embedding", "index": 0, "embedding": [0.5, 0.25]}
+        answer = {"object": "list", "model": body.get("model"), "data": [vector]}
+        return web.json_response(answer, headers={"X-Worker-Secret": "10.0.0.7"})
+
+    async def _transcribe(self, request: web.Request) -> web.Response:
+        form = await request.post()
+        self.requests.append((request.path, {key: str(value) for key, value in form.items()}))
+        self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        return web.json_response({"text": "words"})
 
     async def _prefilled(
         self, body: dict[str, Any], prompt: list[int], *, chat: bool
@@ -338,7 +438,7 @@ class FakeWorker:
                 "choices": [choice],
                 "service_tier": None,
                 "system_fingerprint": "vllm-fake",
-                "usage": _usage(prompt, [0]),
+                "usage": self.usage(prompt, [0]),
                 "kv_transfer_params": handle,
                 "ec_transfer_params": None,
                 "metrics": None,
@@ -426,22 +526,13 @@ class FakeWorker:
         params = body.get("kv_transfer_params")
         if body.get("temperature", 1) < 0:
             return _bad_request("temperature must be non-negative", "temperature")
-        handed_over = bool(params and params.get("do_remote_prefill"))
-        if params and not handed_over and not params.get("do_remote_decode"):
-            if not self.knobs.connector:
-                self.cluster.faults.append("both flags false: blocks pinned for ever")
-            self.appends += 1
+        handed_over = self.judge(params)
         if self.role == "prefill":
             return await self._prefilled(body, tokenise(body), chat=True)
         prompt = (params or {}).get("prompt_token_ids") or tokenise(body)
         self.open_requests += 1
         try:
-            local = self._local(prompt)
-            await self._work(
-                computed=1 if handed_over else len(prompt) - local,
-                moved=len(prompt) - local if handed_over else 0,
-            )
-            self._remember([*prompt, *self._output()])
+            await self._decoded(prompt, handed_over=handed_over)
             if body.get("stream"):
                 return await self._stream(request, body, params, prompt)
             if self.knobs.chunk_delay:
@@ -453,11 +544,57 @@ class FakeWorker:
         finally:
             self.open_requests -= 1
 
-    def _output(self) -> list[int]:
+    @staticmethod
+    def usage(prompt: list[int], output: list[int], cached: int = 0) -> dict[str, Any]:
+        return {
+            "prompt_tokens": len(prompt),
+            "total_tokens": len(prompt) + len(output),
+            "completion_tokens": len(output),
+            "prompt_tokens_details": {
+                "cached_tokens": cached,
+                "created_cache_tokens": 0,
+                "multimodal_tokens": None,
+            },
+            "completion_tokens_details": None,
+        }
+
+    def error_in_stream(self) -> bool:
+        """Is this one of the streams that report an error?"""
+        if self.knobs.stream_error_first <= 0:
+            return False
+        self.knobs.stream_error_first -= 1
+        return True
+
+    def described(
+        self,
+        params: dict[str, Any] | None,
+        handle: dict[str, Any] | None,
+        prompt: list[int],
+        output: list[int],
+    ) -> dict[str, Any] | None:
+        """``kv_transfer_params`` of a whole answer."""
+        if self.knobs.plugin and params and params.get("kvloop"):
+            return {**(handle or {}), "kvloop": self._described(prompt, output)}
+        return handle
+
+    def turn_event(
+        self,
+        params: dict[str, Any] | None,
+        handle: dict[str, Any] | None,
+        prompt: list[int],
+        output: list[int],
+    ) -> bytes:
+        """The plugin's event in a stream; empty without the plugin."""
+        if not (self.knobs.plugin and params and params.get("kvloop")):
+            return b""
+        event = {**self._described(prompt, output), "kv_transfer_params": handle}
+        return b": kvloop " + json.dumps(event).encode() + b"\n\n"
+
+    def output(self) -> list[int]:
         ids = list(self.knobs.answer.encode())
         return [*ids, END] if self.knobs.finish_reason == "stop" else ids
 
-    def _kept(
+    def kept(
         self, params: dict[str, Any] | None, prompt: list[int], output: list[int]
     ) -> dict[str, Any] | None:
         self._refused = False
@@ -495,11 +632,10 @@ class FakeWorker:
     def _whole(
         self, body: dict[str, Any], params: dict[str, Any] | None, prompt: list[int]
     ) -> web.Response:
-        output = self._output()
+        output = self.output()
         shown = output[self.knobs.hidden_output_ids :]
-        handle = self._kept(params, prompt, output)
-        if self.knobs.plugin and params and params.get("kvloop"):
-            handle = {**(handle or {}), "kvloop": self._described(prompt, output)}
+        handle = self.kept(params, prompt, output)
+        handle = self.described(params, handle, prompt, output)
         ids = body.get("return_token_ids")
         message = {"role": "assistant", "content": self.knobs.answer, "refusal": None}
         message |= {"annotations": None, "audio": None, "function_call": None, "reasoning": None}
@@ -521,7 +657,7 @@ class FakeWorker:
                 "choices": [choice],
                 "service_tier": None,
                 "system_fingerprint": "vllm-fake",
-                "usage": _usage(prompt, output),
+                "usage": self.usage(prompt, output),
                 "prompt_logprobs": None,
                 "prompt_token_ids": prompt if ids else None,
                 "prompt_text": None,
@@ -541,7 +677,7 @@ class FakeWorker:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         ids = body.get("return_token_ids")
-        output = self._output()
+        output = self.output()
         remaining = output
 
         async def send(choices: list[dict[str, Any]], **more: Any) -> None:
@@ -588,14 +724,12 @@ class FakeWorker:
         usage = (body.get("stream_options") or {}).get("include_usage")
         await send([last], **({} if usage else mark))
         if usage:
-            counts = _usage(prompt, output)
+            counts = self.usage(prompt, output)
             del counts["completion_tokens_details"]
             await send([], usage=counts, **mark)
-        handle = self._kept(params, prompt, output)
-        if self.knobs.plugin and params and params.get("kvloop"):
-            event = {**self._described(prompt, output), "kv_transfer_params": handle}
-            await response.write(b": kvloop " + json.dumps(event).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
+        handle = self.kept(params, prompt, output)
+        end = self.turn_event(params, handle, prompt, output)
+        await response.write(end + b"data: [DONE]\n\n")
         return response
 
 
@@ -607,20 +741,6 @@ def _prefixes(tokens: list[int], block: int) -> list[int]:
         value = hash((value, tuple(tokens[start : start + block])))
         found.append(value)
     return found
-
-
-def _usage(prompt: list[int], output: list[int]) -> dict[str, Any]:
-    return {
-        "prompt_tokens": len(prompt),
-        "total_tokens": len(prompt) + len(output),
-        "completion_tokens": len(output),
-        "prompt_tokens_details": {
-            "cached_tokens": 0,
-            "created_cache_tokens": 0,
-            "multimodal_tokens": None,
-        },
-        "completion_tokens_details": None,
-    }
 
 
 def _error(message: str, kind: str, code: int) -> str:

@@ -39,8 +39,12 @@ class Answer:
         return [orjson.loads(e[6:]) for e in events if e.startswith("data: {")]
 
     @property
+    def streamed(self) -> bool:
+        return bool(self.headers["content-type"].startswith("text/event-stream"))
+
+    @property
     def text(self) -> str:
-        if self.headers["content-type"].startswith("text/event-stream"):
+        if self.streamed:
             return "".join(
                 choice["delta"].get("content") or ""
                 for chunk in self.chunks
@@ -87,16 +91,19 @@ class Serving:
         return await self.post({"model": MODEL, "messages": messages, **fields}, headers=headers)
 
     async def post(
-        self, body: Any, *, headers: dict[str, str] | None = None, raw: bytes | None = None
+        self,
+        body: Any,
+        *,
+        headers: dict[str, str] | None = None,
+        raw: bytes | None = None,
+        path: str = "/v1/chat/completions",
     ) -> Answer:
         data = orjson.dumps(body) if raw is None else raw
-        async with self.session.post(
-            self.url + "/v1/chat/completions", data=data, headers=headers
-        ) as response:
+        async with self.session.post(self.url + path, data=data, headers=headers) as response:
             return Answer(response.status, response.headers, await response.read())
 
-    async def get(self, path: str) -> Answer:
-        async with self.session.get(self.url + path) as response:
+    async def get(self, path: str, *, headers: dict[str, str] | None = None) -> Answer:
+        async with self.session.get(self.url + path, headers=headers) as response:
             return Answer(response.status, response.headers, await response.read())
 
     async def metric(self, line_start: str) -> float:

@@ -670,3 +670,22 @@ async def test_tls_checks_whom_it_talks_to(
     assert await client.call(worker, "/x", b"{}", timeout=5) == {"a": 1}
     assert await client.call(worker, "/x", b"{}", timeout=5) == {"a": 1}
     assert server.connections == 1
+
+
+def test_heads_are_remembered_up_to_a_limit() -> None:
+    """Paths of stored responses hold ids: the worker's record of them must not grow for ever."""
+    connections = http1.Connections(connect_timeout=1)
+    origin = connections.origin("http://127.0.0.1:9")
+    for number in range(1000):
+        head = origin.head("GET", f"/v1/responses/{number}", None, {})
+        assert head.startswith(b"GET /v1/responses/%d HTTP/1.1\r\n" % number)
+    assert len(origin._heads) < 100
+    connections.close()
+
+
+def test_a_given_content_type_is_the_only_one() -> None:
+    """Forms are not JSON, and two content types are refused by workers."""
+    origin = http1.Connections(connect_timeout=1).origin("http://127.0.0.1:9")
+    form = origin.head("POST", "/x", b"", {"Content-Type": "multipart/form-data; boundary=b"})
+    assert form.lower().count(b"content-type") == 1
+    assert b"content-type: application/json" in origin.head("POST", "/x", b"", {})

@@ -48,6 +48,15 @@ async def test_blocks_add_up_and_go_with_their_entries(ledger: Ledger) -> None:
     assert [gone.id for gone in page.removed] == [two.id]
 
 
+async def test_an_entry_that_was_removed_before_it_came_is_not_entered(ledger: Ledger) -> None:
+    """The next turn claimed the blocks while this one's entry was on its way; that holds once."""
+    fast, other = entry(10), entry(7)
+    await ledger.update(PLACE, remove=[fast.id])
+    assert (await add(ledger, fast)).blocks == 0
+    assert (await add(ledger, other)).blocks == 7
+    assert (await add(ledger, fast)).blocks == 17
+
+
 async def test_an_entry_comes_back_as_it_was_written(ledger: Ledger) -> None:
     """With the times that the server gave it."""
     written = entry(

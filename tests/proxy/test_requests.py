@@ -7,18 +7,18 @@ from typing import Any
 import orjson
 import pytest
 
+from proxy.dialects.chat import CHAT
 from proxy.session.holding import Holding
 from proxy.session.identity import MAX_ID_LENGTH, IdentityError, identify
-from proxy.turn.tokenise import render_is_off, render_request, token_ids, tokenize_request
+from proxy.turn.tokenise import agreed_ids, render_is_off, token_ids, tokenize_request
 from proxy.turn.wire import (
     Ending,
     client_answer,
     client_fields,
-    decode_body,
+    decode_leg,
     ending_of_answer,
     ending_of_event,
     prefill_body,
-    prefill_chat_body,
     release_body,
     reported_reuse,
     usable_prefill_handle,
@@ -44,6 +44,12 @@ BODY: dict[str, Any] = {
 }
 
 
+def written(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """A decode leg as it goes over the wire."""
+    leg: dict[str, Any] = orjson.loads(orjson.dumps(decode_leg(*args, **kwargs)))
+    return leg
+
+
 def test_prefill_over_ids_gets_what_changes_the_kv_and_nothing_else() -> None:
     """One token, not streamed, the ids, model, salt: templates and sampling stay away."""
     leg = orjson.loads(prefill_body(BODY, b"[1,2,3]", {"do_remote_decode": True}))
@@ -59,7 +65,7 @@ def test_prefill_over_ids_gets_what_changes_the_kv_and_nothing_else() -> None:
 
 def test_prefill_over_messages_loses_what_harms_a_one_token_call() -> None:
     """Both limits 1; min_tokens, stream options, stops, logprobs gone (C1-C14)."""
-    leg = orjson.loads(prefill_chat_body(BODY, {"do_remote_decode": True}))
+    leg = orjson.loads(CHAT.prefill_body(BODY, {"do_remote_decode": True}))
     assert leg["max_tokens"] == leg["max_completion_tokens"] == 1
     assert leg["stream"] is False
     for field in ("min_tokens", "stream_options", "stop", "logprobs", "top_logprobs"):
@@ -72,25 +78,29 @@ def test_prefill_over_messages_loses_what_harms_a_one_token_call() -> None:
 def test_decode_gets_the_clients_request_and_prefills_handle_whole() -> None:
     """Everything the client asked, prefill's unknown fields included, the ids once."""
     handle = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 7, "new": [1]}
-    leg = orjson.loads(decode_body(BODY, handle, ids_json=b"[1,2]", lease_seconds=90))
+    leg = written(BODY, handle, ids_json=b"[1,2]", lease_seconds=90)
     assert leg["max_completion_tokens"] == 30
     assert leg["min_tokens"] == 5
     ours = {"kvloop": 1, "kvloop_lease_seconds": 90, "prompt_token_ids": [1, 2]}
     assert leg["kv_transfer_params"] == {**handle, **ours}
     assert "return_token_ids" not in leg
-    plain = orjson.loads(
-        decode_body({**BODY, "stream": False}, handle, ids_json=None, lease_seconds=90)
-    )
+    plain = written({**BODY, "stream": False}, handle, ids_json=None, lease_seconds=90)
     assert plain["return_token_ids"] is True
-    dropped = orjson.loads(decode_body(BODY, handle, ids_json=None, lease_seconds=0))
+    dropped = written(BODY, handle, ids_json=None, lease_seconds=0)
     assert dropped["kv_transfer_params"]["kvloop_lease_seconds"] == 0
+
+
+@pytest.mark.parametrize("field", ["return_prompt_text", "enable_response_messages"])
+def test_decode_renders_what_the_client_wants_to_read(field: str) -> None:
+    """With ids alone it could not show the prompt's text."""
+    handle = {"do_remote_prefill": True}
+    leg = written({**BODY, field: True}, handle, ids_json=b"[1,2]", lease_seconds=90)
+    assert "prompt_token_ids" not in leg["kv_transfer_params"]
 
 
 def test_decode_alone_gets_no_transfer_parameters() -> None:
     """An object with neither flag would pin blocks for ever (facts 10): the field is left out."""
-    assert "kv_transfer_params" not in orjson.loads(
-        decode_body(BODY, None, ids_json=None, lease_seconds=0)
-    )
+    assert "kv_transfer_params" not in decode_leg(BODY, None, ids_json=None, lease_seconds=0)
 
 
 def test_release_reads_nothing_and_names_the_holding() -> None:
@@ -131,20 +141,25 @@ def test_output_ids_come_from_the_plugin_first_and_never_from_hidden_reasoning()
 
 
 def test_clients_get_back_only_what_is_theirs() -> None:
-    """Transfer parameters go; token ids stay only for a client that asked."""
+    """What is not theirs is null, as a worker answers that transfers nothing."""
     answer = {
         "prompt_token_ids": [1],
         "kv_transfer_params": {},
         "choices": [{"index": 0, "token_ids": [1]}],
     }
     asked = client_answer(orjson.loads(orjson.dumps(answer)), client_asked_ids=True)
-    assert asked == {"prompt_token_ids": [1], "choices": [{"index": 0, "token_ids": [1]}]}
-    assert client_answer(answer, client_asked_ids=False) == {"choices": [{"index": 0}]}
+    ids = {"index": 0, "token_ids": [1]}
+    assert asked == {"prompt_token_ids": [1], "kv_transfer_params": None, "choices": [ids]}
+    assert client_answer(answer, client_asked_ids=False) == {
+        "prompt_token_ids": None,
+        "kv_transfer_params": None,
+        "choices": [{"index": 0, "token_ids": None}],
+    }
 
 
 def test_render_gets_the_request_unstreamed() -> None:
     """stream_options without stream would be refused."""
-    leg = render_request(BODY)
+    (leg,) = CHAT.render_requests(BODY)
     assert "stream" not in leg
     assert "stream_options" not in leg
     assert leg["tools"] == BODY["tools"]
@@ -195,6 +210,9 @@ def test_ids_with_media_features_are_not_used() -> None:
     assert token_ids({"tokens": [1]}) == [1]
     assert token_ids({"token_ids": [1], "features": {"mm": 1}}) is None
     assert token_ids({}) is None
+    assert agreed_ids([{"token_ids": [1]}, {"token_ids": [1]}]) == [1]
+    assert agreed_ids([{"token_ids": [1]}, {"token_ids": [2]}]) is None
+    assert agreed_ids([{}, {"token_ids": [2]}]) is None
 
 
 def test_identity_precedence_and_separation() -> None:

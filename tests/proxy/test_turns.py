@@ -301,7 +301,8 @@ async def test_answers_show_nothing_internal(serving: Serving) -> None:
     """No handle, no token ids, no plugin event reaches a client that did not ask for them."""
     plain = await serving.chat([user(LONG)])
     assert b"remote_block_ids" not in plain.body
-    assert b"token_ids" not in plain.body
+    assert plain.json["kv_transfer_params"] is plain.json["prompt_token_ids"] is None
+    assert plain.json["choices"][0]["token_ids"] is None
     streamed = await serving.chat([user(LONG)], stream=True)
     assert b"kvloop" not in streamed.body
     assert streamed.body.endswith(b"data: [DONE]\n\n")

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.worker_launch.vllm_stand_in import DONE, Output, Request, Result, engine, serving_module
+from tests.worker_launch.vllm_stand_in import (
+    DONE,
+    Output,
+    Request,
+    ResponsesContext,
+    Result,
+    engine,
+    serving_module,
+)
 from worker_launch import cpu_tuning, vllm_compat
 from worker_launch.stream_patch import plugin
 
@@ -213,4 +221,82 @@ def test_register_imports_no_serving_code(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(vllm_compat, "running_version", lambda: "0.32.0+cpu")
     monkeypatch.setattr(plugin, "when_imported", lambda name, callback: watched.append(name))
     plugin.register()
-    assert watched == [vllm_compat.CHAT_MODULE, vllm_compat.COMPLETION_MODULE]
+    assert watched == [
+        vllm_compat.CHAT_MODULE,
+        vllm_compat.COMPLETION_MODULE,
+        vllm_compat.MESSAGES_MODULE,
+        vllm_compat.RESPONSES_MODULE,
+    ]
+
+
+async def message_stream(module: ModuleType, request: Request, *results: Any) -> list[str]:
+    serving = module.AnthropicServingMessages()
+    chat = serving.chat_completion_stream_generator(
+        request, engine(*results), "id", "m", [], None, None, mm_token_counts=None
+    )
+    return [event async for event in serving.message_stream_converter(chat)]
+
+
+async def test_messages_get_the_event_just_before_their_last(module: ModuleType) -> None:
+    """Anthropic's converter sees no comment; the client's stream has one, before message_stop."""
+    plugin.patch_messages(module)
+    events = await message_stream(module, Request(ASKED), *FINISHED)
+    assert not any("error" in event for event in events)
+    assert events[-1].startswith("event: message_stop\n")
+    assert json.loads(events[-2].removeprefix(": kvloop "))["token_ids"] == [7, 8]
+    plain = await message_stream(module, Request({"do_remote_prefill": True}), *FINISHED)
+    assert plain == events[:-2] + events[-1:]
+
+
+async def test_messages_that_failed_in_the_engine_get_no_event(module: ModuleType) -> None:
+    """The converter's error stands alone."""
+    plugin.patch_messages(module)
+    failed = Result([Output([], "error")], True)
+    events = await message_stream(module, Request(ASKED), failed)
+    assert [event for event in events if event.startswith(":")] == []
+    assert "error" in events[-1]
+
+
+async def test_messages_are_untouched_while_their_converter_is_not_wrapped(
+    module: ModuleType,
+) -> None:
+    """The chat patch alone must not put a comment in front of a converter that cannot read it."""
+    events = await message_stream(module, Request(ASKED), *FINISHED)
+    assert not any("kvloop" in event or "error" in event for event in events)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_response_has_its_ids_beside_the_handle(module: ModuleType, streamed: bool) -> None:
+    """Streamed or not: vLLM builds the whole response in the same place."""
+    plugin.patch_responses(module)
+    context = ResponsesContext()
+
+    async def generate() -> Any:
+        for result in FINISHED:
+            context.append_output(result)
+            yield context
+
+    results = generate()
+    if streamed:
+        async for _ in results:
+            pass
+        results = engine()
+    serving = module.OpenAIServingResponses()
+    answer = await serving.responses_full_generator(
+        Request(ASKED), None, results, context, "m", None, None
+    )
+    described = answer["kv_transfer_params"].pop("kvloop")
+    assert answer["kv_transfer_params"] == HANDLE
+    assert described["token_ids"] == [7, 8]
+    assert described["finish_reason"] == "stop"
+
+
+async def test_a_response_that_did_not_ask_is_unchanged(module: ModuleType) -> None:
+    """Nothing of ours in it."""
+    plugin.patch_responses(module)
+    context = ResponsesContext()
+    context.append_output(FINISHED[-1])
+    answer = await module.OpenAIServingResponses().responses_full_generator(
+        Request(None), None, engine(), context, "m", None, None
+    )
+    assert answer == {"kv_transfer_params": HANDLE}

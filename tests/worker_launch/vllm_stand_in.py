@@ -119,11 +119,68 @@ class OpenAIServingCompletion:
         return {"kv_transfer_params": final_res_batch[0].kv_transfer_params}
 
 
+class AnthropicServingMessages:
+    """In the stand-in module it subclasses that module's ``OpenAIServingChat``."""
+
+    async def message_stream_converter(self, generator):
+        try:
+            async for item in generator:
+                if not item.startswith("data:"):
+                    yield 'event: error\ndata: {"type":"error"}\n\n'
+                elif item == DONE:
+                    yield 'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+                elif "error" in item:
+                    raise ValueError
+                else:
+                    yield f"event: content_block_delta\n{item}"
+        except ValueError:
+            yield 'event: error\ndata: {"type":"error"}\n\n'
+
+
+class ResponsesContext:
+    """``SimpleContext``: gathers one generation."""
+
+    def __init__(self):
+        self.final_output = None
+        self.kv_transfer_params = None
+
+    def append_output(self, result):
+        ids = list(self.final_output.outputs[0].token_ids) if self.final_output else []
+        last = result.outputs[0]
+        gathered = Output([*ids, *last.token_ids], last.finish_reason)
+        self.final_output = Result([gathered], result.finished, result.kv_transfer_params)
+        if result.kv_transfer_params is not None:
+            self.kv_transfer_params = result.kv_transfer_params
+
+
+class OpenAIServingResponses:
+    async def responses_full_generator(
+        self,
+        request,
+        sampling_params,
+        result_generator,
+        context,
+        model_name,
+        tokenizer,
+        request_metadata,
+        created_time=None,
+    ):
+        async for _ in result_generator:
+            pass
+        raise_if_error(context.final_output)
+        return {"kv_transfer_params": context.kv_transfer_params}
+
+
 def serving_module() -> ModuleType:
     """A fresh module with fresh classes, so that a patch stays in one test."""
     module = ModuleType("serving_stand_in")
-    for original in (OpenAIServingChat, OpenAIServingCompletion):
-        setattr(module, original.__name__, type(original.__name__, (), dict(vars(original))))
+    chat: Any = None
+    for original in (OpenAIServingChat, OpenAIServingCompletion, OpenAIServingResponses):
+        made = type(original.__name__, (), dict(vars(original)))
+        chat = chat or made
+        setattr(module, original.__name__, made)
+    messages = type("AnthropicServingMessages", (chat,), dict(vars(AnthropicServingMessages)))
+    module.AnthropicServingMessages = messages
     return module
 
 

@@ -561,6 +561,7 @@ class ModelLedger:
     def __init__(self, world: World) -> None:
         self._world = world
         self.places: dict[Place, dict[str, Entry]] = {}
+        self._early: set[str] = set()
 
     async def update(
         self,
@@ -579,8 +580,9 @@ class ModelLedger:
         expired = [entry for entry in entries.values() if entry.deadline <= world.clock]
         for entry in expired:
             del entries[entry.id]
+        self._early |= {id for id in remove if id not in entries}
         removed = [entries.pop(id) for id in remove if id in entries]
-        if add is not None:
+        if add is not None and add.id not in self._early:
             entries[add.id] = add._replace(since=world.clock, deadline=world.clock + seconds)
         blocks = sum(entry.blocks for entry in entries.values())
         over = budget is not None and blocks > budget

@@ -1,74 +1,98 @@
-"""[io] ``POST /v1/chat/completions``: parse, check, identify, hand to the conductor, answer."""
+"""[io] A generating route: parse, check, identify, hand to the conductor, answer."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
 from uuid import uuid4
 
 from proxy import log
+from proxy.api.callers import Callers
 from proxy.api.http import (
     ClientGone,
     Receive,
     Response,
     Scope,
     Send,
+    caller_of,
     read_body,
     until_client_leaves,
 )
 from proxy.api.stalls import ClientStalled, StallWatch
-from proxy.api.validate import check_chat, parse_object
-from proxy.errors import ClientError, KvloopError, http_answer
+from proxy.api.validate import parse_object
+from proxy.dialects.base import Dialect
+from proxy.errors import ClientError, KvloopError, WorkerRefused, http_answer
 from proxy.metrics import Metrics
-from proxy.session.identity import IdentityError, identify
+from proxy.session.identity import Caller, IdentityError, identify
+from proxy.settings import Settings
 from proxy.turn.conductor import Conductor
 from proxy.turn.record import Turn
 from proxy.workers.health import ModelList
+from proxy.workers.pool import Pool, Role
 
 _MAX_REQUEST_ID = 128
 
 
-class ChatRoute:
-    """The route as an ASGI application."""
+class GeneratingRoute:
+    """One dialect's route as an ASGI application."""
 
     def __init__(
         self,
+        dialect: Dialect,
+        *,
+        settings: Settings,
         conductor: Conductor,
+        pool: Pool,
         models: ModelList,
         metrics: Metrics,
         stalls: StallWatch,
-        *,
-        max_body_bytes: int,
-        read_timeout: float,
+        callers: Callers,
     ) -> None:
+        self._dialect = dialect
+        self._settings = settings
         self._conductor = conductor
+        self._pool = pool
         self._models = models
         self._metrics = metrics
         self._stalls = stalls
-        self._limit = max_body_bytes
-        self._read_timeout = read_timeout
+        self._callers = callers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = Response(send)
         headers = dict(scope["headers"])
-        request_id = _request_id(headers)
+        request_id = request_id_of(headers)
         log.request_id.set(request_id)
         try:
-            async with asyncio.timeout(self._read_timeout):
-                data = await read_body(scope, receive, limit=self._limit)
-            turn = self._admit(data, headers, request_id)
-            self._conductor.begin(turn, headers)
+            with self._callers.admitted(caller_of(scope)):
+                await self._serve(scope, receive, response, headers, request_id)
+        except KvloopError as error:
+            await self._fail(response, error, {"X-Request-Id": request_id})
+        except ClientGone:
+            return
+
+    async def _serve(
+        self,
+        scope: Scope,
+        receive: Receive,
+        response: Response,
+        headers: Mapping[bytes, bytes],
+        request_id: str,
+    ) -> None:
+        """Raises ``KvloopError`` for a request that became no turn, ``ClientGone``."""
+        try:
+            async with asyncio.timeout(self._settings.client_read_timeout_seconds):
+                data = await read_body(scope, receive, limit=self._settings.max_body_bytes)
         except TimeoutError:
             late = ClientError(
                 "The request body did not arrive in time.", status=408, code="request_timeout"
             )
             await self._fail(response, late, {"X-Request-Id": request_id, "Connection": "close"})
             return
-        except KvloopError as error:
-            await self._fail(response, error, {"X-Request-Id": request_id})
-            return
-        except ClientGone:
-            return
+        turn = self._admit(data, headers, request_id, caller_of(scope))
+        self._conductor.begin(turn, headers)
         outcome = "error"
         try:
             with self._stalls.watching(response):
@@ -91,12 +115,16 @@ class ChatRoute:
         finally:
             self._conductor.finished(turn, outcome)
 
-    def _admit(self, data: bytes, headers: dict[bytes, bytes], request_id: str) -> Turn:
+    def _admit(
+        self, data: bytes, headers: Mapping[bytes, bytes], request_id: str, caller: Caller
+    ) -> Turn:
         started = time.monotonic()
         body = parse_object(data)
-        check_chat(body)
+        self._dialect.check(body)
+        if self._settings.isolate_tenants:
+            salt(body, caller)
         try:
-            identity = identify(body, headers)
+            identity = identify(body, headers, tenant=caller.tenant)
         except IdentityError as error:
             raise ClientError(str(error), param=error.field) from None
         model = body["model"]
@@ -107,16 +135,36 @@ class ChatRoute:
                 param="model",
                 code="model_not_found",
             )
-        return Turn(body=body, identity=identity, request_id=request_id, started=started)
+        decodes = [each.name for each in self._pool.workers if each.role is Role.DECODE]
+        return Turn(
+            body=body,
+            identity=identity,
+            request_id=request_id,
+            started=started,
+            dialect=self._dialect,
+            caller=caller,
+            bound_to=self._dialect.bound_to(body, caller, decodes),
+        )
 
     async def _fail(self, response: Response, error: KvloopError, headers: dict[str, str]) -> None:
-        status, body, content_type, extra = http_answer(error)
+        status, body, content_type, extra = http_answer(error, self._dialect.error_shape)
+        if isinstance(error, WorkerRefused):
+            body = self._dialect.refusal(status, body)
         self._metrics.http_errors.labels(str(status)).inc()
         await response.begin(content_type, {**headers, **extra}, status)
         await response.write(body, last=True)
 
 
-def _request_id(headers: dict[bytes, bytes]) -> str:
+def salt(body: dict[str, Any], caller: Caller) -> None:
+    """Give the request a cache salt of its tenant's, so that the workers' own prefix caches tell
+    nobody, by their speed, what another tenant has sent."""
+    if caller.tenant:
+        given = str(body.get("cache_salt") or "")
+        text = f"{caller.tenant}\0{given}".encode("utf-8", "surrogatepass")
+        body["cache_salt"] = blake2b(text, digest_size=16, person=b"kvloop salt").hexdigest()
+
+
+def request_id_of(headers: Mapping[bytes, bytes]) -> str:
     """The client's X-Request-Id if it is harmless in a header and a log, else a new one."""
     given = headers.get(b"x-request-id", b"").decode("latin-1")
     if 0 < len(given) <= _MAX_REQUEST_ID and given.isascii() and given.isprintable():
