@@ -1,8 +1,8 @@
 """What is tried: one case for each feature of each route.
 
-``prompt_logprobs``, and ``echo`` of a chat, which asks for it too, are not among them: with adapters
-enabled, ``prompt_logprobs`` ended the engine of vLLM 0.32.0 (CPU), of the plain worker as well. That
-both go to decode alone is tested with fakes.
+``prompt_logprobs``, and ``echo`` of a chat, which asks for it too, are not among them: with
+adapters enabled, ``prompt_logprobs`` ended the engine of vLLM 0.32.0 (CPU), of the plain worker as
+well. That both go to decode alone is tested with fakes.
 """
 
 from __future__ import annotations
