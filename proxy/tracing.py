@@ -1,9 +1,9 @@
 """[io] OpenTelemetry traces of turns: optional, off without ``otlp_endpoint``.
 
-Each turn is a span; its steps (tokenise, claim, plan, prefill, decode to the first content, commit)
-are spans below it. The W3C ``traceparent`` goes on to the workers, so that vLLM's own spans hang
-below the step that called it. This module is imported only when traces are on. Spans hold no text
-and no id that a client chose, except the request's.
+Each turn is a span; its steps (tokenise, find, claim, plan, prefill, decode to the first content,
+commit) are spans below it. The W3C ``traceparent`` goes on to the workers, so that vLLM's own spans
+hang below the step that called it. This module is imported only when traces are on. Spans hold no
+text and no id that a client chose, except the request's.
 """
 
 from __future__ import annotations

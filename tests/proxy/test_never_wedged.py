@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -48,6 +49,9 @@ async def test_a_dead_engine_behind_a_living_server_gets_one_trial_a_pause(serve
     assert await turns_it_got(20) == 1
     dead.knobs.fail_next.clear()
     worker._left_out_until = 1.0
+    # Its reads from prefill are paused too by now: another worker is preferred meanwhile.
+    assert not worker.transfers_allowed(time.monotonic())
+    worker._transfers_paused_until = 0.0
     assert await turns_it_got(20) >= 4
     assert worker.healthy
 

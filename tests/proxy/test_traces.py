@@ -57,7 +57,8 @@ async def test_each_step_is_a_span_below_the_turn(
     await serving.chat([user(LONG)], stream=stream, headers={"traceparent": PARENT})
     found = await spans(traced)
     turn = found["turn"]
-    assert set(found) == {"turn", "tokenise", "claim", "plan", "prefill", "decode", "commit"}
+    order = ["tokenise", "find", "claim", "plan", "prefill", "decode"]
+    assert set(found) == {*order, "turn", "commit"}
     assert turn.parent is not None
     assert format(turn.parent.span_id, "016x") == PARENT.split("-")[2]
     for span in found.values():
@@ -65,7 +66,7 @@ async def test_each_step_is_a_span_below_the_turn(
         if span is not turn:
             assert span.parent.span_id == turn.context.span_id
             assert turn.start_time <= span.start_time <= span.end_time <= turn.end_time
-    order = ["tokenise", "claim", "plan", "prefill", "decode"]
+
     starts = [found[name].start_time for name in order]
     assert starts == sorted(starts)
     assert turn.attributes["kvloop.route"] == "prefill-with-pull"
@@ -160,7 +161,7 @@ async def test_spans_reach_a_collector(serve: Serve) -> None:
     assert serving.app.tracing is not None
     await asyncio.to_thread(serving.app.tracing.close)
     assert sorted(received) == [
-        "claim", "commit", "decode", "plan", "prefill", "tokenise", "turn",
+        "commit", "decode", "find", "plan", "prefill", "tokenise", "turn",
     ]  # fmt: skip
     await runner.cleanup()
 
