@@ -15,7 +15,7 @@ INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help up down status chat env env-fast tools test test-fast lint bench bench-reuse bench-routes bench-fleet \
-	bench-lookup bench-relay bench-metrics bench-retention differential soak chaos wedge clean
+	bench-lookup bench-relay bench-metrics bench-retention differential features soak chaos wedge clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,7 +60,7 @@ bench: env ## Measure all legs on a CPU pair, favourable and not; writes bench-r
 	$(BENCH) --title "published experiment, scaled down" --out bench-report/lengths \
 		--legs published --workloads lengths --lengths 400,800,1600 --conversations 6 $(ARGS)
 	$(BENCH) --title "beside prefill's own cache" --out bench-report/production --scale 0.15 \
-		--legs production,single --workloads agent,coding,branches --conversations 6 $(ARGS)
+		--legs production,decode-local,single --workloads agent,coding,branches --conversations 6 $(ARGS)
 	$(BENCH) --title "prefill's cache too small" --out bench-report/evicted --scale 0.15 \
 		--legs production,single --workloads agent,reasoning --conversations 6 --clients 6 \
 		--set max-model-len=2048 --prefill-set num-gpu-blocks-override=80 $(ARGS)
@@ -92,6 +92,9 @@ bench-retention: env-fast ## Compare retention policies on synthetic traces
 
 differential: env ## Compare over 200 generated conversations with a cold worker (minutes)
 	@exec env DIFFERENTIAL_REPORT=docs/differential.md $(BIN)/python -m pytest tests/real/test_differential.py -m soak -s $(ARGS)
+
+features: env ## Compare every feature of every route with a plain worker; write the table (minutes)
+	@exec env FEATURES_REPORT=docs/compatibility.md FEATURES_README=README.md $(BIN)/python -m pytest tests/real/features -s $(ARGS)
 
 soak: env ## Soak the stack: 500 turns, then a verdict (minutes)
 	@exec $(BIN)/python -m tests.soak $(ARGS)

@@ -62,8 +62,8 @@ class Ready:
     settings: Mapping[str, str] | None = None
 
 
-APPEND_SETTING = "append_tokens"
-"""The proxy's limit for turns that decode computes itself; 0: none."""
+APPEND_SETTING = "decode_local_append"
+"""The proxy's switch for turns that decode computes itself."""
 
 
 def proxy_appends() -> bool:
@@ -105,8 +105,8 @@ def proxy_environment(
     if lease is not None:
         environment["KVLOOP_DECODE_KV_TTL_SECONDS"] = str(lease)
         environment["KVLOOP_EXPIRY_MARGIN_SECONDS"] = str(expiry_margin(lease))
-    if not arm.decode_local and proxy_appends():
-        environment[f"KVLOOP_{APPEND_SETTING.upper()}"] = "0"
+    if proxy_appends():
+        environment[f"KVLOOP_{APPEND_SETTING.upper()}"] = str(arm.decode_local).lower()
     return environment
 
 

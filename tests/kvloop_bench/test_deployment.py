@@ -10,6 +10,7 @@ import pytest
 from kvloop.bench import deployment, legs, single_worker
 from kvloop.bench.deployment import CannotBench, LocalPair, Workers
 from kvloop.stack.state import StateFolder
+from proxy.settings import Settings
 
 WORKERS = Workers(("http://plain:1",), ("http://caching:1",), ("http://decode:1",), "http://single")
 
@@ -74,8 +75,24 @@ def test_a_leg_that_the_proxy_cannot_serve_is_refused(monkeypatch: pytest.Monkey
         deployment.proxy_environment(arm, ["http://p"], ["http://d"], ports=[1, 2], lease=None)
         for arm in (legs.DECODE_LOCAL, legs.PRODUCTION)
     )
-    assert "KVLOOP_APPEND_TOKENS" not in on, "the proxy's own default"
-    assert off["KVLOOP_APPEND_TOKENS"] == "0"
+    name = "KVLOOP_DECODE_LOCAL_APPEND"
+    assert (on[name], off[name]) == ("true", "false")
+
+
+@pytest.mark.parametrize("arm", [arm for arm in legs.KNOWN_ARMS.values() if arm.needs_proxy])
+def test_the_proxy_takes_the_settings_of_every_arm(
+    arm: legs.Arm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a change of the proxy's settings would show only when a benchmark starts."""
+    made = deployment.proxy_environment(
+        arm, ["http://p:1"], ["http://d:1"], ports=[8000, 8001], lease=60
+    )
+    for name, value in made.items():
+        monkeypatch.setenv(name, value)
+    settings = Settings()
+    assert settings.reuse_enabled is arm.reuse
+    assert settings.decode_local_append is arm.decode_local
+    assert settings.session_ttl_seconds == 55
 
 
 def test_an_unknown_leg_lists_the_known_ones() -> None:

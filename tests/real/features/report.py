@@ -59,3 +59,47 @@ def page(cells: list[Cell]) -> str:
     parts.append("\n## Routes that one worker answers\n\n| route | |\n|---|---|")
     parts += [f"| `{cell.case.route}` | {cell.words} |" for cell in alone]
     return "\n".join(parts) + "\n"
+
+
+BEGIN, END = "<!-- compatibility -->\n", "<!-- end of compatibility -->\n"
+"""Around the README's table."""
+
+
+def summary(page_text: str) -> str:
+    """The README's table, from the page: features down, routes across."""
+    routes: list[str] = []
+    rows: dict[str, dict[str, str]] = {}
+    for line in page_text.split("\n## Routes that one worker")[0].splitlines():
+        if line.startswith("## `"):
+            routes.append(line.removeprefix("## `").removesuffix("`"))
+        elif routes and line.startswith("| ") and not line.startswith("| feature"):
+            feature, *cells = (cell.strip() for cell in line.strip("| ").split(" | "))
+            rows.setdefault(feature, {})[routes[-1]] = _short(cells)
+    head = " | ".join(f"`{route}`" for route in routes)
+    lines = [f"| feature | {head} |", "|---" * (len(routes) + 1) + "|"]
+    for feature, row in rows.items():
+        lines.append(f"| {feature} | " + " | ".join(row.get(route, "") for route in routes) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _short(cells: list[str]) -> str:
+    """One word for both kinds of answer, or for each."""
+    words = [_word(cell) for cell in cells if cell != "-"]
+    return words[0] if len(set(words)) == 1 else ", streamed: ".join(words)
+
+
+def _word(cell: str) -> str:
+    if "from decode" in cell:
+        return "reuse"
+    if "decode-only" in cell:
+        return "one worker"
+    if "cold-prefill" in cell:
+        return "P/D"
+    return cell
+
+
+def put_into(readme: str, page_text: str) -> str:
+    """The README with its table made anew."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + summary(page_text) + END + after

@@ -61,7 +61,10 @@ def results(measured: dict[tuple[Case, bool], Measured]) -> Iterator[list[report
     cells = [each.cell for each in measured.values()]
     yield cells
     if path := os.environ.get("FEATURES_REPORT"):
-        Path(path).write_text(report.page(cells))
+        page = report.page(cells)
+        Path(path).write_text(page)
+        if readme := os.environ.get("FEATURES_README"):
+            Path(readme).write_text(report.put_into(Path(readme).read_text(), page))
 
 
 @pytest_asyncio.fixture
@@ -91,7 +94,11 @@ async def _measure_all(stack: FeatureStack) -> dict[tuple[Case, bool], Measured]
 
         async def one(case: Case, streamed: bool) -> Measured:
             async with few:
-                return await _measure(stack, session, case, streamed)
+                try:
+                    return await _measure(stack, session, case, streamed)
+                except Exception as error:  # one case's, which must not hide the others
+                    cell = report.Cell(case, streamed, 0, "", "", 0, True)
+                    return Measured(cell, [repr(error)], (0, 0), None)
 
         every = [(case, streamed) for case in CASES for streamed in case.streams]
         found = await asyncio.gather(*(one(*each) for each in every))
