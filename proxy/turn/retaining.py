@@ -270,6 +270,7 @@ class Retention:
         stored: asyncio.Future[bool | None],
     ) -> None:
         place = Place(worker.name, epoch)
+        began = time.monotonic()
         remove = []
         if reservation is not None:
             await asyncio.wait([reservation.entering])
@@ -277,6 +278,10 @@ class Retention:
                 remove = [reservation.id]
             else:
                 await self._remove(reservation.place, [reservation.id])
+        # Decode's lease did not wait for the room that the reservation made.
+        late = time.monotonic() - began
+        entry = entry._replace(usable_seconds=max(0.0, entry.usable_seconds - late))
+        pinned_seconds = max(0.001, pinned_seconds - late)
         # Before the commit is certain: an entry too many corrects itself, one too few does not.
         page = await self._update(
             place, add=entry, seconds=pinned_seconds, remove=remove, budget=self.budget(worker)

@@ -204,6 +204,12 @@ class World:
         self.settle()
         self.loop.close()
 
+    def late_call(self, asked: float) -> None:
+        """A call to Redis takes milliseconds or fails: a later one's lifetimes are not the real
+        ones, and table and ledger may differ."""
+        if self.clock - asked > 1:
+            self.entries_may_lack = True
+
     # Running the proxy between gates.
 
     def settle(self) -> None:
@@ -504,9 +510,11 @@ class ModelTable:
         self._rows.remove(row)
 
     async def evict(self, scope: str, id: str, why: Any) -> Holding | None:
-        self._world.failed_evictions += 1
-        await self._arrive("evict")
-        self._world.failed_evictions -= 1
+        try:
+            await self._arrive("evict")
+        except TableUnavailable:
+            self._world.failed_evictions += 1
+            raise
         row = next((row for row in self._live() if row[2] == id), None)
         if row is None:
             return None
@@ -536,7 +544,9 @@ class ModelTable:
             keys,
             request_id,
         )
+        asked = self._world.clock
         how = await self._world.gate("commit effect")
+        self._world.late_call(asked)
         if how != "ok":
             self._world.entries_may_lack = True
             # The command sits in a socket: it takes effect later, and nobody hears of it.
@@ -551,8 +561,10 @@ class ModelTable:
         self._rows.insert(0, (*row[:3], self._world.clock + ttl_seconds, *row[4:]))
 
     async def _arrive(self, name: str) -> None:
+        asked = self._world.clock
         if await self._world.gate(name) != "ok":
             raise TableUnavailable("refused", certain=True)
+        self._world.late_call(asked)
 
 
 class ModelLedger:
@@ -573,9 +585,11 @@ class ModelLedger:
         budget: int | None = None,
     ) -> Page:
         world = self._world
+        asked = world.clock
         if world.ledger_gates and await world.gate("ledger") != "ok":
             world.entries_may_lack = True
             raise TableUnavailable("refused")
+        world.late_call(asked)
         entries = self.places.setdefault(place, {})
         expired = [entry for entry in entries.values() if entry.deadline <= world.clock]
         for entry in expired:

@@ -69,7 +69,9 @@ class FeatureStack:
 
 
 def make_model(folder: Path) -> None:
-    """Raises FileNotFoundError when the tiny model was not made yet (``make env``)."""
+    """From the tiny model, which is made first where it is not there yet."""
+    command = (sys.executable, "-m", "worker_launch", "model", "tiny", "--out", MODELS / "tiny")
+    subprocess.run(command, check=True, capture_output=True)
     shutil.copytree(MODELS / "tiny", folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         text = (folder / name).read_text()
