@@ -42,7 +42,8 @@ tools: env-fast ## Fetch Prometheus and a headless Chromium for the system tests
 	@bash requirements/tools.sh "$(VENV)"
 
 test: env tools ## Run the whole suite, real vLLM workers included (minutes)
-	@exec $(BIN)/python -m pytest -m "not soak" $(ARGS)
+	@$(BIN)/python -m pytest -m "not real and not system and not soak" -n auto --maxprocesses 4
+	@exec $(BIN)/python -m pytest -m "(real or system) and not soak"
 
 test-fast: env-fast ## Run what needs no vLLM (under a minute)
 	@exec $(BIN)/python -m pytest -m "not real and not system and not soak" -n auto --maxprocesses 4 $(ARGS)

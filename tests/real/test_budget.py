@@ -34,7 +34,12 @@ async def test_decode_frees_what_is_given_up_and_keeps_the_last(
 ) -> None:
     """Twelve conversations end where there is room for five: the last is pulled when it comes back,
     the first is told that it was given up, and no pin is refused on the way."""
-    limit = await workers.metric(pair.decode, "vllm:kvloop_pin_limit_blocks")
+    # Decode says its limit with its first step.
+    hello = {"model": pair.model, "prompt": "Hello", "max_tokens": 1}
+    await workers.post(f"{pair.decode}/v1/completions", hello)
+    async with asyncio.timeout(30):
+        while not (limit := await workers.metric(pair.decode, "vllm:kvloop_pin_limit_blocks")):
+            await asyncio.sleep(0.2)
     refused = await workers.metric(pair.decode, "vllm:kvloop_pins_refused_total")
     settings = proxy_settings(pair, retention_share=min(1.0, ROOM / limit))
     async with running(App(settings)) as (app, port):
