@@ -96,6 +96,7 @@ QUICK = (
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.slow
 async def test_a_few_faults_leave_no_wrong_answer_and_nothing_behind(tmp_path: Path) -> None:
     """The seeded short run: one fault after the other, each judged and counted."""
     by_name = {fault.name: fault for fault in FAULTS}
@@ -106,6 +107,7 @@ async def test_a_few_faults_leave_no_wrong_answer_and_nothing_behind(tmp_path: P
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.slow
 async def test_the_run_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other words than expected are wrong, and what is not given back is counted as leaked."""
     monkeypatch.setattr(played_rounds, "right_answer", lambda messages: "something else")

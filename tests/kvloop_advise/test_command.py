@@ -45,6 +45,7 @@ def traffic(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_advice_is_said_and_written(traffic: Path, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ["--model", str(model), *SPEEDS, "--decode-blocks", "40000", "--out", str(out)]

@@ -103,6 +103,7 @@ def test_the_page_is_one_file_that_loads_nothing() -> None:
     assert len(page.ids) == len(set(page.ids)), "plots share ids"
 
 
+@pytest.mark.slow
 def test_the_same_run_gives_the_same_page() -> None:
     assert document.html("t", report.build([a_run()])) == document.html("t", blocks())
 

@@ -19,6 +19,8 @@ from kvloop.stack.plan import Part, ReadyWhen
 from kvloop.stack.state import Phase, ProcessId
 from tests.kvloop_cli.conftest import Lab
 
+pytestmark = pytest.mark.slow
+
 
 def _pid_in(path: Path) -> ProcessId:
     identity = processes.identify(int(path.read_text()))

@@ -188,6 +188,7 @@ def broken(draw: st.DrawFn) -> tuple[str, Any]:
     return path, {**good, **draw(st.dictionaries(names, JSON_VALUES, max_size=4))}
 
 
+@pytest.mark.slow
 async def test_any_json_at_all_gets_a_sound_answer(serving: Serving) -> None:
     """Generated bodies: never a 5xx or a broken connection of ours, errors in the route's shape."""
 

@@ -51,6 +51,7 @@ def check_all(operation: Any, mode: Any, url: str, answered: list[tuple[str, int
 
 
 @pytest.mark.parametrize("negative", [False, True], ids=["valid", "invalid"])
+@pytest.mark.slow
 async def test_generated_requests_get_described_answers(serving: Serving, negative: bool) -> None:
     """Schemathesis makes requests from the document, right ones and wrong ones; the status, the
     type and the body of each answer must be among those that the document names."""

@@ -87,6 +87,7 @@ async def counted(url: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in turns if 'outcome="ok"' in line)
 
 
+@pytest.mark.slow
 async def test_two_processes_serve_one_port_through_a_death_and_end_together() -> None:
     """Any shows the metrics of both; a killed one is replaced; SIGTERM lets streams end."""
     decode = await FakeWorker(Cluster(), "decode").start()
@@ -119,6 +120,7 @@ async def test_two_processes_serve_one_port_through_a_death_and_end_together() -
         await decode.stop()
 
 
+@pytest.mark.slow
 async def test_children_do_not_outlive_their_parent() -> None:
     decode = await FakeWorker(Cluster(), "decode").start()
     try:

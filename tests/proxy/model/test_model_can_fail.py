@@ -135,6 +135,7 @@ def appended_on_a_stock_worker(patch: Patch) -> None:
         pytest.param(unread_handle_forgotten, "without an owner", marks=pytest.mark.soak),
     ],
 )
+@pytest.mark.slow
 def test_a_fault_put_in_on_purpose_is_found(
     fault: Callable[[Patch], None], noticed: str, monkeypatch: Patch
 ) -> None:

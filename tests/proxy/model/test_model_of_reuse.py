@@ -29,6 +29,7 @@ def test_no_interleaving_reads_wrong_kv_or_forgets_a_pin() -> None:
     run_state_machine_as_test(Reuse, settings=QUICK)
 
 
+@pytest.mark.slow
 def test_likely_histories_read_no_wrong_kv_and_do_pull() -> None:
     """The same with steps weighted as clients behave; a failing seed is one history."""
     worlds = [play(seed).world for seed in range(100)]
@@ -36,6 +37,7 @@ def test_likely_histories_read_no_wrong_kv_and_do_pull() -> None:
     assert sum(world.appends for world in worlds) > 20
 
 
+@pytest.mark.slow
 def test_likely_histories_keep_the_budget_and_the_books() -> None:
     """With little room: what is given up is never pulled nor released twice, the budget holds when
     nothing is under way, and the ledger says what is held, whatever died on the way."""
