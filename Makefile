@@ -95,7 +95,7 @@ differential: env ## Compare over 200 generated conversations with a cold worker
 	@exec env DIFFERENTIAL_REPORT=docs/differential.md $(BIN)/python -m pytest tests/real/test_differential.py -m soak -s $(ARGS)
 
 features: env ## Compare every feature of every route with a plain worker; write the table (minutes)
-	@exec env FEATURES_REPORT=docs/compatibility.md FEATURES_README=README.md $(BIN)/python -m pytest tests/real/features -s $(ARGS)
+	@exec env FEATURES_REPORT=docs/compatibility.md FEATURES_README=README.md $(BIN)/python -m pytest tests/real/features -s -m soak $(ARGS)
 
 soak: env ## Soak the stack: 500 turns, then a verdict (minutes)
 	@exec $(BIN)/python -m tests.soak $(ARGS)

@@ -30,7 +30,7 @@ TOLERANCE = 2e-3
 
 _PATIENCE = aiohttp.ClientTimeout(total=300)
 _AT_ONCE = 6
-
+pytestmark = pytest.mark.soak
 
 # The tiny model computes faster than it pulls, and a busy machine must not look like a dead Redis.
 ALWAYS_PULL = {
