@@ -278,6 +278,8 @@ async def test_nothing_is_left_pinned(stack: FeatureStack, session: aiohttp.Clie
     async with session.get(stack.decode + "/metrics") as response:
         page = await response.text()
     late = [
-        line for line in page.splitlines() if line.startswith("vllm:nixl_num_notifications_after")
+        line
+        for line in page.splitlines()
+        if line.startswith("vllm:nixl_num_notifications_after_expiry_total")
     ]
     assert all(line.endswith(" 0.0") for line in late), late
