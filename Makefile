@@ -45,7 +45,7 @@ test: env tools ## Run the whole suite, real vLLM workers included (minutes)
 	@$(BIN)/python -m pytest -m "not real and not system and not soak" -n auto --maxprocesses 4
 	@exec $(BIN)/python -m pytest -m "(real or system) and not soak"
 
-test-fast: env-fast ## Run what needs no vLLM, without the slow ones (under a minute)
+test-fast: env-fast ## Run what needs no vLLM, without the slow ones (a minute and a half on two cores)
 	@exec $(BIN)/python -m pytest -m "not real and not system and not soak and not slow" -n auto --maxprocesses 4 $(ARGS)
 
 lint: env-fast ## Check style and types

@@ -11,8 +11,6 @@ import pytest
 
 from proxy.workers.sources import check_url
 
-pytestmark = pytest.mark.slow
-
 yaml = pytest.importorskip("yaml")
 
 KUBERNETES = Path(__file__).parent.parent.parent / "deploy" / "kubernetes"

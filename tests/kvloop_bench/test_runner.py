@@ -16,8 +16,6 @@ from kvloop.bench.workloads import Script, Sizes, Step, Workload, make
 from tests.fakes.worker import MODEL, Cluster, FakeWorker
 from tests.proxy.conftest import Serve, Serving
 
-pytestmark = pytest.mark.slow
-
 QUESTION = {"role": "user", "content": "Tell me about the sea, at some length if you can. " * 3}
 
 

@@ -15,8 +15,6 @@ from tests.fakes.worker import MODEL, Pin
 from tests.proxy.conftest import Serve, Serving
 from tests.proxy.test_sessions import LONG, settled, user
 
-pytestmark = pytest.mark.slow
-
 CHAT = "/v1/chat/completions"
 SMALL = {"blocks": 257}
 """Decode pins at most 128 blocks, the proxy keeps 102: six conversations of 17 blocks."""

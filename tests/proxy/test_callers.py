@@ -22,8 +22,6 @@ from proxy.tenants import KeysError, hashed
 from tests.fakes.worker import MODEL
 from tests.proxy.conftest import Answer, Serve, Serving
 
-pytestmark = pytest.mark.slow
-
 A, B = {"Authorization": "Bearer key-a"}, {"x-api-key": "key-b"}
 KEYS = f"a={hashed(b'key-a')},b={hashed(b'key-b')}"
 LONG = "a story about a small dog that runs far away " * 20

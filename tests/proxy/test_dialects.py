@@ -12,8 +12,6 @@ import pytest
 from tests.fakes.worker import MODEL
 from tests.proxy.conftest import Answer, Serve, Serving
 
-pytestmark = pytest.mark.slow
-
 LONG = "a story about a small dog that runs far away " * 20
 
 

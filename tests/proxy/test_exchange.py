@@ -11,8 +11,6 @@ from tests.fakes.worker import MODEL
 from tests.proxy.conftest import Serve, Serving
 from tests.proxy.test_turns import user
 
-pytestmark = pytest.mark.slow
-
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
 
 

@@ -9,8 +9,6 @@ from proxy.api.forward import JSON_ROUTES, ForwardRoutes
 from tests.fakes.worker import MODEL
 from tests.proxy.conftest import Serve, Serving
 
-pytestmark = pytest.mark.slow
-
 
 async def test_body_goes_and_answer_comes_as_they_are(serving: Serving) -> None:
     """Unknown fields pass; transfer parameters do not; of the headers only the type comes back."""

@@ -11,8 +11,6 @@ from tests.fakes.worker import END, ROLE_IDS
 from tests.proxy.conftest import Serving
 from tests.proxy.test_turns import LONG, assistant, user
 
-pytestmark = pytest.mark.slow
-
 NEXT = [user(LONG), assistant("Fine."), user("And then?")]
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
 

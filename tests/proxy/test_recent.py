@@ -14,8 +14,6 @@ from proxy.errors import Overloaded
 from proxy.recent import SLICE_SECONDS, SLICES, RecentTurns
 from tests.proxy.conftest import Serve, Serving
 
-pytestmark = pytest.mark.slow
-
 
 def story(**given: Any) -> dict[str, Any]:
     """A turn as the books tell it."""

@@ -14,8 +14,6 @@ from proxy.turn.wire import first_token
 from tests.proxy.conftest import Serve
 from tests.proxy.test_turns import LONG, assistant, user
 
-pytestmark = pytest.mark.slow
-
 NEXT = [user(LONG), assistant("Fine."), user("And then?")]
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from worker_launch.stream_patch.chunk import TURN_EVENT_PREFIX, encode_turn_event
-
-pytestmark = pytest.mark.slow
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

@@ -18,8 +18,6 @@ RUN_CHILD = """
 import sys
 from worker_launch.launcher import run
 from worker_launch.profiles import LaunchCommand
-
-pytestmark = pytest.mark.slow
 argv = (sys.executable, "-c", sys.argv[1], *sys.argv[3:])
 sys.exit(run(LaunchCommand(argv, {"COLOUR": "green"}, ()), stop_grace_s=float(sys.argv[2])))
 """
