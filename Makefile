@@ -42,8 +42,7 @@ tools: env-fast ## Fetch Prometheus and a headless Chromium for the system tests
 	@bash requirements/tools.sh "$(VENV)"
 
 test: env tools ## Run the whole suite, real vLLM workers included (minutes)
-	@$(BIN)/python -m pytest -m "not real and not system and not soak" -n auto --maxprocesses 4
-	@exec $(BIN)/python -m pytest -m "(real or system) and not soak"
+	@exec $(BIN)/python -m pytest -m "not soak" $(ARGS)
 
 test-fast: env-fast ## Run what needs no vLLM, without the slow ones (a minute and a half on two cores)
 	@exec $(BIN)/python -m pytest -m "not real and not system and not soak and not slow" -n auto --maxprocesses 4 $(ARGS)
