@@ -29,7 +29,7 @@ from proxy.turn.expectation import (
     pull_work,
 )
 from proxy.turn.parts import Parts
-from proxy.turn.plan import DecodeLocalAppend, DecodeOnly, PrefillWithPull, TurnPlan
+from proxy.turn.plan import ColdPrefill, DecodeLocalAppend, DecodeOnly, PrefillWithPull, TurnPlan
 from proxy.turn.planner import (
     Append,
     Limits,
@@ -370,7 +370,7 @@ def _spends(plan: TurnPlan) -> bool:
     """Does performing this plan pull or release what was claimed?"""
     if isinstance(plan, (PrefillWithPull, DecodeLocalAppend)):
         return True  # the second keeps it until decode has ended
-    return plan.release is not None
+    return isinstance(plan, ColdPrefill) and plan.release is not None
 
 
 def _unverified(prompt: PromptTokens, candidates: list[Holding]) -> Match | None:

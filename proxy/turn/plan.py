@@ -55,7 +55,6 @@ class DecodeOnly:
 
     route: ClassVar[str] = "decode-only"
     reason: Reason
-    release: Holding | None = None
 
 
 TurnPlan = ColdPrefill | PrefillWithPull | DecodeLocalAppend | DecodeOnly
