@@ -31,6 +31,8 @@ class Dialect:
     """Fields that limit the answer's length, all set to 1 when prefill takes the client's body."""
     only_decode: ClassVar[tuple[str, ...]] = wire.ONLY_DECODE
     """Fields that prefill must not see when it takes the client's body."""
+    returns_ids: ClassVar[bool] = True
+    """Has the route a field that asks for the answer's token ids?"""
 
     last_events: ClassVar[tuple[bytes, ...]] = (TURN_EVENT_PREFIX, b"data: [DONE]")
     """Starts of the events that follow the answer's last piece."""
@@ -48,6 +50,13 @@ class Dialect:
     def has_media(self, body: Mapping[str, Any]) -> bool:
         """May it hold anything but text? Equal ids would then not mean equal KV."""
         raise NotImplementedError
+
+    def cuts_prompt(self, body: Mapping[str, Any]) -> bool:
+        """May the worker leave a part of the prompt out? What is left can then depend on how long
+        the answer may be, and prefill is asked for one token."""
+        return any(
+            body.get(field) is not None for field in ("truncate_prompt_tokens", "truncation_side")
+        )
 
     def given_ids(self, body: Mapping[str, Any]) -> list[int] | None:
         """The prompt's token ids if the request itself has them."""
@@ -95,16 +104,19 @@ class Dialect:
         worker: str,
     ) -> bytes:
         """Decode leg, see ``wire.decode_leg``."""
-        return orjson.dumps(
-            wire.decode_leg(
-                body,
-                handle,
-                ids_json=ids_json,
-                lease_seconds=lease_seconds,
-                ask_ids=ask_ids,
-                append=append,
-            )
+        leg = wire.decode_leg(
+            body,
+            handle,
+            ids_json=ids_json,
+            lease_seconds=lease_seconds,
+            ask_ids=ask_ids and self.returns_ids,
+            append=append,
         )
+        self.adapt_decode_leg(leg, caller, worker)
+        return orjson.dumps(leg)
+
+    def adapt_decode_leg(self, leg: dict[str, Any], caller: Caller, worker: str) -> None:
+        """Change decode's leg, in place, to what the route wants; ``worker`` will get it."""
 
     # A whole answer.
 

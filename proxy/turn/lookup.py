@@ -148,6 +148,9 @@ class Lookup:
             raise NoWorker("No decode worker is healthy.")
         prompt, miss = await self.tokenise(turn, tuple(each for each in askable if each))
         turn.prompt_tokens = len(prompt.tokens) if prompt else 0
+        if prompt is None and turn.dialect.cuts_prompt(turn.body):
+            # Each worker would cut for itself: decode could read KV of other tokens than its own.
+            return Decision(DecodeOnly(miss), None, self._decode_for(turn, "", now), None)
         turn.stage = "claim"
         match: Match | None = None
         if not parts.reuse_on:

@@ -52,7 +52,8 @@ class Reason(StrEnum):
     MEDIA = "media"
     """Messages hold images or other media: equal token ids do not mean equal KV."""
     NOT_TOKENISED = "not_tokenised"
-    """The worker could not say which token ids this request has, so nothing can be verified."""
+    """The worker could not say which token ids this request has, so nothing can be verified. If the
+    worker cuts the prompt itself (``truncate_prompt_tokens``), decode serves the turn alone."""
     UNCUTTABLE = "uncuttable"
     """Cutting is needed and not possible: several KV-cache groups, or unknown block size."""
     DECODE_RESTARTED = "decode_restarted"

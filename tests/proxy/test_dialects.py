@@ -227,6 +227,49 @@ async def test_several_prompts_go_to_decode_alone(serving: Serving, stream: bool
 
 
 @both
+async def test_a_suffix_is_left_to_the_workers(serving: Serving, stream: bool) -> None:
+    """They put it into the prompt with the model's own marks, or refuse: both get the text."""
+    for prompt in (LONG, list(range(1, 99))):
+        fields = {"model": MODEL, "prompt": prompt, "suffix": "the end", "stream": stream}
+        answer = await serving.post(fields, path="/v1/completions")
+        assert (answer.route, answer.reason) == ("cold-prefill", "not_tokenised")
+        for worker in (serving.prefill, serving.decode):
+            leg = worker.bodies("/v1/completions")[-1]
+            assert (leg["prompt"], leg["suffix"]) == (prompt, "the end")
+            assert "prompt_token_ids" not in leg["kv_transfer_params"]
+    assert serving.prefill.bodies("/tokenize") == []
+
+
+@both
+@pytest.mark.parametrize(
+    ("speaker", "cut"),
+    [
+        (CHAT, {"truncate_prompt_tokens": -1}),
+        (COMPLETIONS, {"truncate_prompt_tokens": 50}),
+        (RESPONSES, {"truncation": "auto"}),
+    ],
+    ids=repr,
+)
+async def test_a_prompt_that_two_workers_might_cut_differently_is_served_by_one(
+    serve: Serve, speaker: Speaker, cut: dict[str, Any], stream: bool
+) -> None:
+    """Where a cut ends can depend on how long the answer may be, and prefill's has one token:
+    decode would read KV of other tokens. Ids that are cut already are safe."""
+    serving = await serve()
+    if speaker is not COMPLETIONS:  # which has no render route
+        answer = await ask(serving, speaker, [LONG], stream=stream, **cut)
+        assert answer.route == "cold-prefill"
+    for worker in (serving.prefill, serving.decode):
+        worker.knobs.render = False
+    served = len(serving.prefill.bodies("/v1/completions"))
+    answer = await ask(serving, speaker, [LONG, "Fine.", "Go on."], stream=stream, **cut)
+    assert (answer.route, answer.reason) == ("decode-only", "not_tokenised")
+    assert len(serving.prefill.bodies("/v1/completions")) == served
+    assert serving.prefill.bodies(speaker.path) == [] or speaker is COMPLETIONS
+    assert serving.decode.bodies(speaker.path)[-1].items() >= cut.items()
+
+
+@both
 async def test_token_ids_are_taken_as_they_are(serving: Serving, stream: bool) -> None:
     """A prompt of ids is compared and sent on without asking any tokeniser."""
     ids = list(range(1, 200))
