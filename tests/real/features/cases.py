@@ -1,9 +1,4 @@
-"""What is tried: one case for each feature of each route.
-
-``prompt_logprobs``, and ``echo`` of a chat, which asks for it too, are not among them: with
-adapters enabled, ``prompt_logprobs`` ended the engine of vLLM 0.32.0 (CPU), of the plain worker as
-well. That both go to decode alone is tested with fakes.
-"""
+"""What is tried: one case for each feature of each route."""
 
 from __future__ import annotations
 
@@ -55,12 +50,14 @@ RESPONSES_TOOLS = [{"type": "function", "strict": False, **tool} for tool in (WE
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One cell of the table. ``fields`` go into both turns; ``last`` only into the second."""
+    """One cell of the table. ``fields`` go into both turns, ``opening`` only into the first,
+    ``last`` only into the second; a function there is given what it replaces and what was said."""
 
     route: str
     feature: str
     fields: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
+    opening: dict[str, Any] = field(default_factory=dict)
     expect: str = REUSED
     """``reuse``, a reason, or the status of a refusal that both give."""
     streams: tuple[bool, ...] = (False, True)
@@ -83,11 +80,13 @@ class Case:
             name = "input" if self.route == "/v1/responses" else "messages"
             first, grown = {name: start}, {name: start + more}
             limit = "max_output_tokens" if self.route == "/v1/responses" else "max_tokens"
-        lengths = {limit: 12}
-        last = {**lengths, **common, **grown}
-        for key, value in self.last.items():
-            last[key] = value(last[key], said) if callable(value) else value
-        return [{**lengths, **common, **first}, last]
+        turns = []
+        for body, own in ((first, self.opening), (grown, self.last)):
+            turn = {limit: 12, **common, **body}
+            for key, value in own.items():
+                turn[key] = value(turn[key], said) if callable(value) else value
+            turns.append(turn)
+        return turns
 
 
 def _chat(feature: str, **kwargs: Any) -> Case:
@@ -133,6 +132,15 @@ def _after_an_item(items: list[dict[str, Any]], said: str) -> list[dict[str, Any
         {**call, "arguments": '{"city": "Rome"}'},
         {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
     ]
+
+
+def _ids(prompt: str, said: str) -> list[int]:
+    """As token ids, one for each of the first letters: whatever text they stand for."""
+    return [300 + letter for letter in said.encode()[:190]]
+
+
+def _more_ids(prompt: str, said: str) -> list[int]:
+    return [*_ids(prompt, said), *range(700, 720)]
 
 
 def _unfinished(messages: list[dict[str, Any]], said: str) -> list[dict[str, Any]]:
@@ -223,12 +231,32 @@ CASES: tuple[Case, ...] = (
         last={"messages": [{"role": "user", "content": WORDS * 60}]},
         expect="400",
     ),
+    _chat(
+        "too long an answer",
+        last={"max_tokens": 100000},
+        expect="400",
+    ),
+    _chat(
+        "prompt cut by the worker",
+        last={"truncate_prompt_tokens": 150, "truncation_side": "right"},
+    ),
+    _chat(
+        "beam search",
+        last={"use_beam_search": True, "n": 2},
+        expect="multiple_choices",
+        streams=(False,),
+    ),
+    _chat(
+        "prompt_logprobs", last={"prompt_logprobs": 2}, expect="prompt_logprobs", streams=(False,)
+    ),
+    _chat("echo", last={"echo": True}, expect="prompt_logprobs"),
+    _chat("bad schema", last={"response_format": {"type": "json_schema"}}, expect="400"),
     _chat("bad sampling value", last={"top_k": -5}, expect="400"),
     _text("text"),
     _text(
         "token ids",
-        last={"prompt": lambda prompt, said: list(range(300, 480))},
-        expect="new_session",
+        opening={"prompt": _ids},
+        last={"prompt": _more_ids},
     ),
     _text("usage in streams", last={"stream_options": {"include_usage": True}}, streams=(True,)),
     _text(
@@ -250,7 +278,17 @@ CASES: tuple[Case, ...] = (
     _text("token ids in the answer", last={"return_token_ids": True}),
     _text("priority", fields={"priority": 3}),
     _text("LoRA adapter", model=ADAPTER),
-    _text("suffix", last={"suffix": "x"}, expect="400"),
+    _text("prompt cut by the worker", last={"truncate_prompt_tokens": 150}, expect="not_tokenised"),
+    _text(
+        "prompt_logprobs", last={"prompt_logprobs": 2}, expect="prompt_logprobs", streams=(False,)
+    ),
+    _text("echo, logprobs", last={"echo": True, "logprobs": 2}, expect="prompt_logprobs"),
+    _text("suffix, for a model without one", last={"suffix": "x"}, expect="400"),
+    _text(
+        "too long a prompt", last={"prompt": lambda prompt, said: said + WORDS * 60}, expect="400"
+    ),
+    _text("too long an answer", last={"max_tokens": 100000}, expect="400"),
+    _text("ids that are no tokens", last={"prompt": [999999]}, expect="400"),
     _message("text"),
     _message("system prompt", fields={"system": [{"type": "text", "text": "You are kind."}]}),
     _message("tools, tool_choice auto", fields={"tools": ANTHROPIC_TOOLS}),
@@ -294,6 +332,11 @@ CASES: tuple[Case, ...] = (
         last={"thinking": {"type": "enabled", "budget_tokens": 5}},
         expect="400",
     ),
+    _message(
+        "too long a prompt",
+        last={"messages": [{"role": "user", "content": WORDS * 60}]},
+        expect="400",
+    ),
     _response("text"),
     _response("plain text input", last={"input": lambda items, said: said}, expect="history_cut"),
     _response("instructions", fields={"instructions": "Be brief."}),
@@ -328,6 +371,9 @@ CASES: tuple[Case, ...] = (
     _response("raw messages in the answer", last={"enable_response_messages": True}),
     _response("not stored", last={"store": False}),
     _response("LoRA adapter", model=ADAPTER),
+    _response("prompt cut by the worker", last={"truncation": "auto"}),
+    _response("too long a prompt", last={"input": WORDS * 60}, expect="400"),
+    _response("too long an answer", last={"max_output_tokens": 100000}, expect="400"),
     _response(
         "built-in tools", last={"tools": [{"type": "web_search_preview"}]}, expect="builtin_tools"
     ),

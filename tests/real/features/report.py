@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tests.real.features.cases import Case
 
@@ -32,8 +32,35 @@ class Cell:
         return f"same, {self.route} ({self.reason})"
 
 
-def page(cells: list[Cell]) -> str:
+@dataclass(frozen=True)
+class Company:
+    """How many of a plain worker's answers changed when ``at_once`` requests shared it."""
+
+    at_once: int
+    answers: int
+    adapters: bool
+    """Was every sixth request for a LoRA adapter?"""
+    changed: int
+    changed_of_adapter: int
+
+    @property
+    def words(self) -> str:
+        among = "with one in six for a LoRA adapter" if self.adapters else "without adapters"
+        of_them = f" ({self.changed_of_adapter} of them the adapter's)" if self.changed else ""
+        return f"{among}, {self.changed} of {self.answers} changed{of_them}"
+
+
+@dataclass
+class Results:
+    """What a run has measured so far."""
+
+    cells: list[Cell]
+    company: list[Company] = field(default_factory=list)
+
+
+def page(results: Results) -> str:
     """Markdown: one table a route, one row a feature."""
+    cells = results.cells
     routes: dict[str, dict[str, dict[bool, Cell]]] = {}
     alone: list[Cell] = []
     for cell in cells:
@@ -58,6 +85,20 @@ def page(cells: list[Cell]) -> str:
             parts.append(f"| {feature} | {whole} | {streamed} |")
     parts.append("\n## Routes that one worker answers\n\n| route | |\n|---|---|")
     parts += [f"| `{cell.case.route}` | {cell.words} |" for cell in alone]
+    if results.company:
+        parts.append(
+            "\n## Why the cases run one at a time\n\n"
+            "The plain worker alone, without kvloop, asked for the same whole answers one by one "
+            f"and {results.company[0].at_once} at a time: "
+            + "; ".join(each.words for each in results.company)
+            + "."
+        )
+        if any(each.adapters and each.changed for each in results.company):
+            parts.append(
+                "\nSo this build of vLLM answers requests for the base model differently when they "
+                "share a batch with an adapter's. Through kvloop the same happens, because its "
+                "workers are vLLM: do not mix adapters and the base model on CPU workers."
+            )
     return "\n".join(parts) + "\n"
 
 
