@@ -8,21 +8,29 @@ history comes from decode, and to a worker that computes everything itself. One 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import anthropic
+import openai
 import pytest
 import pytest_asyncio
 
 from tests.real.features import report
 from tests.real.features.answers import assembled, cached_tokens, comparable, differences
-from tests.real.features.cases import CASES, REUSED, Case
+from tests.real.features.cases import (
+    ANTHROPIC_TOOLS,
+    CASES,
+    CHAT_TOOLS,
+    RESPONSES_TOOLS,
+    REUSED,
+    WORDS,
+    Case,
+)
 from tests.real.features.stack import ADAPTER, MODEL, FeatureStack, running
 
 TOLERANCE = 2e-3
@@ -188,6 +196,59 @@ async def test_a_previous_response_continues(
         assert reason == "previous_response"
 
 
+async def spoken_through_the_sdks(url: str) -> dict[str, Any]:
+    """Second turns of conversations with tools, as the SDKs put them together."""
+    start = {"role": "user", "content": "the SDKs " + WORDS}
+    more = [
+        {"role": "assistant", "content": "I see."},
+        {"role": "user", "content": "What did Rex say then?"},
+    ]
+    said: dict[str, Any] = {}
+    common: dict[str, Any] = {"model": MODEL, "temperature": 0}
+    async with (
+        openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as one,
+        anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as other,
+    ):
+        for messages in ([start], [start, *more]):
+            given: Any = messages
+            chat = await one.chat.completions.create(
+                **common,
+                messages=given,
+                tools=CHAT_TOOLS,  # type: ignore[arg-type]
+                tool_choice="required",
+                max_tokens=60,
+            )
+            async with one.responses.stream(
+                **common,
+                input=given,
+                tools=RESPONSES_TOOLS,  # type: ignore[arg-type]
+                tool_choice="required",
+                max_output_tokens=60,
+            ) as events:
+                response = await events.get_final_response()
+            kwargs: Any = {"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "any"}}
+            async with other.messages.stream(
+                **common, messages=given, max_tokens=60, **kwargs
+            ) as pieces:
+                message = await pieces.get_final_message()
+            # As agents send it: with ?beta=true and a header for each beta feature.
+            beta = await other.beta.messages.create(
+                **common, messages=given, max_tokens=60, betas=["context-1m-2025-08-07"], **kwargs
+            )
+            said = {"chat": chat, "responses": response, "messages": message, "beta": beta}
+    return {name: comparable(answer.model_dump()) for name, answer in said.items()}
+
+
+async def test_the_sdks_put_together_what_a_plain_worker_says(stack: FeatureStack) -> None:
+    """Streams of tool calls through the SDKs' own accumulators: equal in every field."""
+    plain = await spoken_through_the_sdks(stack.plain)
+    ours = await spoken_through_the_sdks(stack.proxy)
+    assert plain["chat"]["choices"][0]["message"]["tool_calls"]
+    assert any(block["type"] == "tool_use" for block in plain["messages"]["content"])
+    assert any(item["type"] == "function_call" for item in plain["responses"]["output"])
+    assert differences(plain, ours, tolerance=TOLERANCE) == []
+
+
 _COMPANY = 6
 
 
@@ -277,42 +338,6 @@ async def test_other_routes_answer_as_the_worker_does(
     )
     assert answers[0] == answers[1]
     assert answers[0][0] == 200
-
-
-_BENCH = """\
-import sys
-from vllm.benchmarks.serve import add_cli_args, main
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = FlexibleArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args(sys.argv[1:]))
-"""
-"""``vllm bench serve``, whose own command looks for a distribution called vllm."""
-
-
-@pytest.mark.parametrize(
-    ("backend", "path"), [("openai-chat", "/v1/chat/completions"), ("openai", "/v1/completions")]
-)
-async def test_vllms_own_benchmark_client(
-    stack: FeatureStack, tmp_path: Path, backend: str, path: str
-) -> None:
-    """Every request of ``vllm bench serve`` is answered, with all the tokens that it asked for."""
-    command = [sys.executable, "-c", _BENCH, "--backend", backend, "--endpoint", path]
-    command += ["--base-url", stack.proxy, "--model", MODEL, "--tokenizer", str(stack.model_folder)]
-    command += ["--dataset-name", "random", "--random-input-len", "120"]
-    command += ["--random-output-len", "9", "--num-prompts", "6", "--max-concurrency", "3"]
-    command += ["--ignore-eos", "--disable-tqdm", "--save-result", "--result-dir", str(tmp_path)]
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        "--result-filename",
-        "result.json",
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await process.communicate()
-    assert process.returncode == 0, output.decode()[-3000:]
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["completed"], result["total_output_tokens"]) == (6, 54)
 
 
 async def test_nothing_is_left_pinned(stack: FeatureStack, session: aiohttp.ClientSession) -> None:
