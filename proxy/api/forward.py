@@ -17,6 +17,7 @@ import orjson
 
 from proxy import log
 from proxy.api.callers import Callers
+from proxy.api.forms import check_form
 from proxy.api.generate import request_id_of, salt
 from proxy.api.http import (
     ClientGone,
@@ -173,8 +174,7 @@ class ForwardRoutes:
             return self._stored_response(scope, match, caller)
         if path in FORM_ROUTES:
             kind = _header(scope, b"content-type")
-            if not kind.startswith("multipart/form-data"):
-                raise ClientError("The request body must be multipart/form-data.", status=415)
+            check_form(kind, data)
             return _Call("POST", path, data, kind)
         body = wire.client_fields(parse_object(data))
         check_flags(body)
