@@ -230,7 +230,7 @@ async def response(
             "kv_transfer_params": worker.described(params, handle, prompt, output),
         }
         if body.get("store", True):
-            worker.stored_responses[made["id"]] = {**made, "kv_transfer_params": None}
+            worker.stored_responses[made["id"]] = made  # with the handle, as vLLM does
         return made
 
     if not body.get("stream"):
