@@ -44,7 +44,7 @@ tools: env-fast ## Fetch Prometheus and a headless Chromium for the system tests
 test: env tools ## Run the whole suite, real vLLM workers included (minutes)
 	@exec $(BIN)/python -m pytest -m "not soak" $(ARGS)
 
-test-fast: env-fast ## Run what needs no vLLM, without the slow ones (a minute and a half on two cores)
+test-fast: env-fast ## Run what needs no vLLM, without the slow ones (under a minute on two cores)
 	@exec $(BIN)/python -m pytest -m "not real and not system and not soak and not slow" -n auto --maxprocesses 4 $(ARGS)
 
 lint: env-fast ## Check style and types
