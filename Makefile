@@ -60,7 +60,7 @@ bench: env ## Measure all legs on a CPU pair, favourable and not; writes bench-r
 	$(BENCH) --title "published experiment, scaled down" --out bench-report/lengths \
 		--legs published --workloads lengths --lengths 400,800,1600 --conversations 6 $(ARGS)
 	$(BENCH) --title "beside prefill's own cache" --out bench-report/production --scale 0.15 \
-		--legs production,decode-local,single --workloads agent,coding,branches --conversations 6 $(ARGS)
+		--legs production,decode-local,single --workloads agent,chat,coding,branches --conversations 6 $(ARGS)
 	$(BENCH) --title "prefill's cache too small" --out bench-report/evicted --scale 0.15 \
 		--legs production,single --workloads agent,reasoning --conversations 6 --clients 6 \
 		--set max-model-len=2048 --prefill-set num-gpu-blocks-override=80 $(ARGS)
