@@ -41,6 +41,17 @@ _FIELDS: dict[str, checks.Rule] = {
     "tools": (checks.objects, "must be an array of objects"),
     "tool_choice": checks.OBJECT,
 }
+_COUNTED = (
+    "model",
+    "messages",
+    "system",
+    "tools",
+    "tool_choice",
+    "thinking",
+    "output_config",
+    "chat_template_kwargs",
+)
+"""All that changes the prompt, and all that the counting route knows."""
 _STOP_EVENT = b"event: message_stop\n"
 
 
@@ -50,6 +61,7 @@ class Messages(Dialect):
     name: ClassVar[str] = "messages"
     path: ClassVar[str] = "/v1/messages"
     render_path: ClassVar[str] = "/v1/messages/render"
+    count_path: ClassVar[str] = "/v1/messages/count_tokens"
     only_decode: ClassVar[tuple[str, ...]] = (*wire.ONLY_DECODE, "stop_sequences")
 
     last_events: ClassVar[tuple[bytes, ...]] = (
@@ -77,7 +89,9 @@ class Messages(Dialect):
 
     def render_requests(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """With thinking switched off the route asks the template for effort "none" or "low",
-        whichever works for the model; the render route always says "none"."""
+        whichever works for the model; the render route always says "none". The counting route does
+        as this one, so its count tells the two apart. (An effort that was set for such requests
+        when the worker was started is not seen here, unless it happens to be one of these.)"""
         legs = super().render_requests(body)
         thinking = body.get("thinking")
         if isinstance(thinking, dict) and thinking.get("type") == "disabled":
@@ -85,6 +99,9 @@ class Messages(Dialect):
             low["output_config"] = {**(body.get("output_config") or {}), "effort": "low"}
             legs.append(low)
         return legs
+
+    def count_request(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        return {field: body[field] for field in _COUNTED if body.get(field) is not None}
 
     def client_answer(self, body: Mapping[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
         # The route leaves out what is null.

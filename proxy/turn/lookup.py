@@ -112,7 +112,17 @@ class Lookup:
                     for leg in dialect.render_requests(body)
                 ]
                 worker.render = True
-                return tokenise.agreed_ids(answers)
+                ids = tokenise.agreed_ids(answers)
+                if ids is None and len(answers) > 1 and dialect.count_path:
+                    counted = await self._parts.client.call(
+                        worker,
+                        dialect.count_path,
+                        orjson.dumps(dialect.count_request(body)),
+                        timeout=timeout,
+                        repeatable=True,
+                    )
+                    ids = tokenise.ids_of_length(answers, counted)
+                return ids
             except WorkerRefused as refusal:
                 if not tokenise.render_is_off(refusal.status, _object(refusal.body)):
                     raise

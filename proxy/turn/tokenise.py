@@ -80,3 +80,12 @@ def agreed_ids(answers: Sequence[Mapping[str, Any]]) -> list[int] | None:
     """The ids that all answers give, None when one gives none or another's."""
     first = token_ids(answers[0])
     return first if all(token_ids(each) == first for each in answers[1:]) else None
+
+
+def ids_of_length(
+    answers: Sequence[Mapping[str, Any]], counted: Mapping[str, Any]
+) -> list[int] | None:
+    """The ids of the only answer that is as long as the worker's own count says, else None."""
+    length = counted.get("input_tokens")
+    found = [ids for each in answers if (ids := token_ids(each)) and len(ids) == length]
+    return found[0] if len(found) == 1 else None

@@ -22,8 +22,9 @@ def text_ids(prompt: str) -> list[int]:
     return [TEXT_START, *prompt.encode()]
 
 
-def chat_of_messages(body: dict[str, Any]) -> dict[str, Any]:
-    """An Anthropic request as the chat request that the fake's template takes."""
+def chat_of_messages(body: dict[str, Any], disabled: str = "none") -> dict[str, Any]:
+    """An Anthropic request as the chat request that the fake's template takes. ``disabled``: the
+    effort that stands for thinking switched off."""
     messages: list[dict[str, Any]] = []
     system = body.get("system")
     if system:
@@ -38,7 +39,7 @@ def chat_of_messages(body: dict[str, Any]) -> dict[str, Any]:
         messages.append({"role": message["role"], "content": content})
     effort = (body.get("output_config") or {}).get("effort")
     if (body.get("thinking") or {}).get("type") == "disabled":
-        effort = "none"
+        effort = disabled
     if effort:
         messages.append({"role": "system", "content": f"effort {effort}"})
     return {"messages": messages, "tools": body.get("tools")}

@@ -69,6 +69,8 @@ class Knobs:
     connector: bool = True
     """Report kvloop_pulled_tokens and honour kvloop_lease_seconds."""
     render: bool = True
+    disabled_effort: str = "none"
+    """What /v1/messages asks the template for when thinking is off; render always says none."""
     pins: bool = True
     """False: finish as after a stop string: no handle."""
     pin_refused: bool = False
@@ -314,7 +316,8 @@ class FakeWorker:
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         body = await self._read(request)
-        prompt = self._told(body) or tokenise(routes.chat_of_messages(body))
+        chat = routes.chat_of_messages(body, self.knobs.disabled_effort)
+        prompt = self._told(body) or tokenise(chat)
         return await self._generated(request, body, prompt, routes.message)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
@@ -365,7 +368,8 @@ class FakeWorker:
 
     async def _count(self, request: web.Request) -> web.Response:
         body = await self._read(request)
-        return web.json_response({"input_tokens": len(tokenise(routes.chat_of_messages(body)))})
+        chat = routes.chat_of_messages(body, self.knobs.disabled_effort)
+        return web.json_response({"input_tokens": len(tokenise(chat))})
 
     async def _stored_response(self, request: web.Request) -> web.Response:
         self.requests.append((request.path, {}))

@@ -310,11 +310,7 @@ CASES: tuple[Case, ...] = (
         "thinking with a budget",
         last={"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1030},
     ),
-    _message(
-        "thinking switched off",
-        fields={"thinking": {"type": "disabled"}},
-        expect="not_tokenised",
-    ),
+    _message("thinking switched off", fields={"thinking": {"type": "disabled"}}),
     _message("effort", fields={"output_config": {"effort": "low"}}),
     _message(
         "JSON schema",
