@@ -95,11 +95,12 @@ def page(results: Results) -> str:
         )
         if any(each.adapters and each.changed for each in results.company):
             parts.append(
-                "\nThe cause is vLLM's: its CPU operators take the index -1, which marks a token of "
-                "the base model, for the last adapter in memory (`vllm/lora/ops/torch_ops`; "
+                "\nThe cause is vLLM's: its CPU operators take the index -1, which marks a token "
+                "of the base model, for the last adapter in memory (`vllm/lora/ops/torch_ops`; "
                 "vllm#48421, not merged). One batch with an adapter's request gives every base "
                 "model's request in it the adapter. Through kvloop the same happens, because its "
-                "workers are vLLM: do not mix the two on CPU workers. GPU kernels skip such tokens."
+                "workers are vLLM: do not mix the two on CPU workers. "
+                "The Triton kernels of GPUs skip such tokens."
             )
     return "\n".join(parts) + "\n"
 
