@@ -75,7 +75,8 @@ def page(results: Results) -> str:
         "turn of a conversation went through kvloop and to one plain vLLM 0.32.0 worker, and the "
         "answers were compared field by field (ids, times and fingerprints aside; "
         "log-probabilities to 0.002). *same* means no field differed; what follows says where the "
-        "history came from, or why one worker did it all.\n\n"
+        "history came from, or why one worker did it all. A refusal that the plain worker tells "
+        "inside a stream counts as the refusal that it is; kvloop answers it with its status.\n\n"
         f"{len(cells)} answers, {different} different.\n"
     ]
     for route, rows in routes.items():
@@ -84,7 +85,9 @@ def page(results: Results) -> str:
             whole, streamed = (row[kind].words if kind in row else "-" for kind in (False, True))
             parts.append(f"| {feature} | {whole} | {streamed} |")
     parts.append("\n## Routes that one worker answers\n\n| route | |\n|---|---|")
-    parts += [f"| `{cell.case.route}` | {cell.words} |" for cell in alone]
+    for cell in alone:
+        what = f" ({cell.case.feature})" if cell.case.feature else ""
+        parts.append(f"| `{cell.case.route}`{what} | {cell.words} |")
     if results.company:
         parts.append(
             "\n## Why the cases run one at a time\n\n"
