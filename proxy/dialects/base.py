@@ -28,7 +28,7 @@ class Dialect:
     render_path: ClassVar[str] = ""
     """Route that gives this request's token ids; empty where there is none."""
     count_path: ClassVar[str] = ""
-    """Route that counts a request's prompt tokens, for when its renderings do not agree."""
+    """Route that counts a request's prompt tokens; only where a request has several renderings."""
     length_fields: ClassVar[tuple[str, ...]] = ("max_tokens",)
     """Fields that limit the answer's length, all set to 1 when prefill takes the client's body."""
     only_decode: ClassVar[tuple[str, ...]] = wire.ONLY_DECODE
@@ -65,15 +65,15 @@ class Dialect:
         return None
 
     def render_requests(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Bodies for ``render_path``. Several: it is one of these renderings that the worker uses;
-        which one is known when all agree, or when only one is as long as ``count_path`` says."""
+        """Bodies for ``render_path``. Several: a worker uses one of them, and which one is learnt
+        from ``render_probe`` (``turn/renderings.py``)."""
         leg = wire.client_fields(body)
         leg.pop("stream", None)
         leg.pop("stream_options", None)  # alone it would be refused
         return [leg]
 
-    def count_request(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Body for ``count_path``."""
+    def render_probe(self, model: str) -> dict[str, Any]:
+        """A small request with all the renderings that any has, for both routes."""
         raise NotImplementedError
 
     def tokenize_request(self, body: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -39,6 +39,7 @@ from proxy.turn.planner import (
 )
 from proxy.turn.reasons import Reason
 from proxy.turn.record import Prompt, Turn
+from proxy.turn.renderings import renderings
 from proxy.workers.pairs import why_no_pull
 from proxy.workers.pool import Role, Worker
 
@@ -109,20 +110,10 @@ class Lookup:
                         timeout=timeout,
                         repeatable=True,
                     )
-                    for leg in dialect.render_requests(body)
+                    for leg in await renderings(self._parts.client, worker, dialect, body, timeout)
                 ]
                 worker.render = True
-                ids = tokenise.agreed_ids(answers)
-                if ids is None and len(answers) > 1 and dialect.count_path:
-                    counted = await self._parts.client.call(
-                        worker,
-                        dialect.count_path,
-                        orjson.dumps(dialect.count_request(body)),
-                        timeout=timeout,
-                        repeatable=True,
-                    )
-                    ids = tokenise.ids_of_length(answers, counted)
-                return ids
+                return tokenise.agreed_ids(answers)
             except WorkerRefused as refusal:
                 if not tokenise.render_is_off(refusal.status, _object(refusal.body)):
                     raise

@@ -82,10 +82,20 @@ def agreed_ids(answers: Sequence[Mapping[str, Any]]) -> list[int] | None:
     return first if all(token_ids(each) == first for each in answers[1:]) else None
 
 
-def ids_of_length(
-    answers: Sequence[Mapping[str, Any]], counted: Mapping[str, Any]
-) -> list[int] | None:
-    """The ids of the only answer that is as long as the worker's own count says, else None."""
-    length = counted.get("input_tokens")
-    found = [ids for each in answers if (ids := token_ids(each)) and len(ids) == length]
-    return found[0] if len(found) == 1 else None
+UNKNOWN = -1
+"""In place of a rendering's index: it cannot be told."""
+
+
+def rendering_used(
+    answers: Sequence[Mapping[str, Any] | None], counted: Mapping[str, Any] | None
+) -> int:
+    """Which of several renderings of one request a worker uses (its index), by its own count of the
+    request's tokens; ``UNKNOWN`` when none has that length, or others have it with other ids."""
+    length = counted.get("input_tokens") if counted else None
+    found = {
+        index: ids
+        for index, each in enumerate(answers)
+        if each and (ids := token_ids(each)) and len(ids) == length
+    }
+    first = next(iter(found), UNKNOWN)
+    return first if all(ids == found[first] for ids in found.values()) else UNKNOWN

@@ -72,6 +72,9 @@ class Worker:
     costs: LegCosts = field(default_factory=LegCosts, repr=False)
     render: bool | None = None
     """Does it serve /v1/chat/completions/render? None: not asked yet."""
+    rendering: int | None = None
+    """Which of a request's renderings it uses, where a route has several (``turn/renderings.py``).
+    None: not asked yet."""
     plugin: bool | None = None
     """Does it say how a turn ended (our vLLM plugin)? None: not seen yet."""
     last_error: str = ""
@@ -198,7 +201,7 @@ class Worker:
     def restarted(self) -> None:
         """A new process: nothing that the old one held, or showed, is left."""
         self.engine_id = ""
-        self.render = self.plugin = None
+        self.render = self.rendering = self.plugin = None
         self.prefixes.clear()
 
     def serves(self, model: str) -> bool:

@@ -22,6 +22,10 @@ def text_ids(prompt: str) -> list[int]:
     return [TEXT_START, *prompt.encode()]
 
 
+_WIDTHS = {"low": 1, "medium": 2, "high": 3, "xhigh": 4, "max": 4}
+"""The fake's template shows the effort: all at different lengths, but for the last two."""
+
+
 def chat_of_messages(body: dict[str, Any], disabled: str = "none") -> dict[str, Any]:
     """An Anthropic request as the chat request that the fake's template takes. ``disabled``: the
     effort that stands for thinking switched off."""
@@ -41,7 +45,8 @@ def chat_of_messages(body: dict[str, Any], disabled: str = "none") -> dict[str, 
     if (body.get("thinking") or {}).get("type") == "disabled":
         effort = disabled
     if effort:
-        messages.append({"role": "system", "content": f"effort {effort}"})
+        shown = f"effort {effort}".ljust(20 + _WIDTHS.get(effort, 0), ".")
+        messages.append({"role": "system", "content": shown})
     return {"messages": messages, "tools": body.get("tools")}
 
 

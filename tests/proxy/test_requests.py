@@ -10,7 +10,14 @@ import pytest
 from proxy.dialects.chat import CHAT
 from proxy.session.holding import Holding
 from proxy.session.identity import MAX_ID_LENGTH, IdentityError, identify
-from proxy.turn.tokenise import agreed_ids, render_is_off, token_ids, tokenize_request
+from proxy.turn.tokenise import (
+    UNKNOWN,
+    agreed_ids,
+    render_is_off,
+    rendering_used,
+    token_ids,
+    tokenize_request,
+)
 from proxy.turn.wire import (
     Ending,
     client_answer,
@@ -213,6 +220,16 @@ def test_ids_with_media_features_are_not_used() -> None:
     assert agreed_ids([{"token_ids": [1]}, {"token_ids": [1]}]) == [1]
     assert agreed_ids([{"token_ids": [1]}, {"token_ids": [2]}]) is None
     assert agreed_ids([{}, {"token_ids": [2]}]) is None
+
+
+def test_a_rendering_is_known_by_its_length_if_no_other_has_it() -> None:
+    """Equal ids count as one; a refused rendering and a missing count tell nothing."""
+    one, two, three = ({"token_ids": ids} for ids in ([1, 2], [1, 2, 3], [1, 2, 4]))
+    assert rendering_used([one, two], {"input_tokens": 3}) == 1
+    assert rendering_used([None, two, two], {"input_tokens": 3}) == 1
+    assert rendering_used([one, two, three], {"input_tokens": 3}) == UNKNOWN
+    assert rendering_used([one, two], {"input_tokens": 4}) == UNKNOWN
+    assert rendering_used([one, {}], None) == UNKNOWN
 
 
 def test_identity_precedence_and_separation() -> None:
