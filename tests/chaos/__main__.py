@@ -22,10 +22,10 @@ from tests.chaos.rounds import Row, play
 PARTS = ("scripted", "pair", "wedge")
 
 
-async def scripted(seed: int, seconds: float, only: str) -> list[Row]:
+async def scripted(seed: int, seconds: float, only: str, logs: Path | None) -> list[Row]:
     rows = []
     faults = [each for each in FAULTS if only in each.name]
-    async with aclosing(play(faults, seed=seed, seconds=seconds)) as played:
+    async with aclosing(play(faults, seed=seed, seconds=seconds, logs=logs)) as played:
         async for row in played:
             rows.append(row)
             report.say(row)
@@ -39,7 +39,7 @@ def main() -> int:
     options.add_argument("--seconds", type=float, default=4.5, help="of load around each fault")
     options.add_argument("--only", default="", help="faults whose name has this in it")
     options.add_argument("--report", type=Path, help="write the tables to this file")
-    options.add_argument("--logs", type=Path, help="keep the pair's logs here")
+    options.add_argument("--logs", type=Path, help="keep the logs here")
     chosen = options.parse_args()
     parts = chosen.parts or PARTS
     if unknown := set(parts) - set(PARTS):
@@ -53,7 +53,7 @@ def main() -> int:
     sections: list[report.Section] = []
     if "scripted" in parts:
         print(f"scripted workers, {len(FAULTS)} faults", flush=True)
-        rows = asyncio.run(scripted(chosen.seed, chosen.seconds, chosen.only))
+        rows = asyncio.run(scripted(chosen.seed, chosen.seconds, chosen.only, chosen.logs))
         sections.append(report.scripted_section(rows))
     if "pair" in parts:
         from tests.chaos import pair

@@ -133,12 +133,22 @@ class LeakCounter:
         self._idle_tasks: dict[str, float] = {}
         self.open: set[Link] = set()
         """The connections that the last look counted."""
+        self.ownerless: set[PinId] = set()
+        """The pins that the last look counted."""
 
     async def note_idle(self) -> None:
         """Take the tasks that run now as those of an idle proxy."""
         for each in self.proxies:
             numbers = await gauges(each.metrics_url)
             self._idle_tasks[each.url] = numbers["kvloop_event_loop_tasks"]
+
+    def told(self) -> list[str]:
+        """What the last look counted, by name: pins, and connections that are still open."""
+        names = {_port(each.url): "proxy" for each in self.proxies}
+        names |= {each.port: f"{each.role} {each.engine_id}" for each in self._workers}
+        pinned_for = self._workers[0].cluster.pinned_for
+        pins = (f"pin of {pinned_for.get(pin)}" for pin in sorted(self.ownerless))
+        return [*pins, *named(self.open, names)]
 
     def extra_tasks(self, proxy: Served, numbers: dict[str, float]) -> int:
         """Tasks in the event loop beyond those of the idle proxy."""
@@ -161,10 +171,11 @@ class LeakCounter:
             await asyncio.sleep(self._probe_seconds)
             self.open &= open_connections(clients_of, workers)
         owned = await self._table.owned()
-        ownerless = {pin for each in self._workers for pin in each.pins_beyond(self._margin)}
-        ownerless -= owned
-        claimed = ownerless & self._table.ever
-        return Leaks(running, len(ownerless - claimed), len(claimed), len(self.open), tasks)
+        pins = {pin for each in self._workers for pin in each.pins_beyond(self._margin)}
+        self.ownerless = pins - owned
+        claimed = self.ownerless & self._table.ever
+        pins = self.ownerless - claimed
+        return Leaks(running, len(pins), len(claimed), len(self.open), tasks)
 
 
 async def settled(count: Callable[[], Awaitable[Leaks]], within: float) -> Leaks:
@@ -203,6 +214,16 @@ def open_connections(clients_of: set[int], workers: set[int]) -> set[Link]:
         if link.laddr.port in clients_of or link.raddr.port in workers:
             found.add((link.laddr, link.raddr))
     return found
+
+
+def named(links: set[Link], names: dict[int, str]) -> list[str]:
+    """Connections with the ports' owners, the state and the process of the end that is ours."""
+    told = []
+    for link in psutil.net_connections(kind="tcp4"):
+        if link.raddr and (link.laddr, link.raddr) in links:
+            ends = (f"{names.get(end.port, end.port)}" for end in (link.laddr, link.raddr))
+            told.append("open " + " -> ".join(ends) + f" {link.status} pid {link.pid}")
+    return sorted(told)
 
 
 def _port(url: str) -> int:

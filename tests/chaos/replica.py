@@ -85,7 +85,7 @@ class Replica(Child):
         self.kills: list[float] = []
         """Times (monotonic) at which it was killed."""
         self.going = True
-        argv = [sys.executable, "-m", "proxy", "--port", str(self.port)]
+        argv = [sys.executable, "-m", "tests.chaos.watched", "--port", str(self.port)]
         argv += ["--admin-port", str(admin_port)]
         for key, value in settings.items():
             argv += ["--" + key.replace("_", "-"), str(value)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -104,6 +105,12 @@ class ScriptedRig:
     @property
     def workers(self) -> list[ChaosWorker]:
         return [*self.prefills, *self.decodes]
+
+    async def tell_tasks(self) -> None:
+        """Have the proxies log what each task waits for."""
+        for each in self.replicas:
+            each.signal(signal.SIGUSR1)
+        await asyncio.sleep(1)
 
     @asynccontextmanager
     async def running(self, replicas: int) -> AsyncIterator[ScriptedRig]:
@@ -212,8 +219,10 @@ class Rounds:
             return await settled(self._counter.count, self._rig.lease + 2), pins
         if found.all and not pins:
             found = await settled(self._counter.count, MORE)
-        if found.connections:
-            self._rig.complaints.append(f"open: {sorted(self._counter.open)[:4]}")
+        if found.all:
+            self._rig.complaints += (f"left: {each}" for each in self._counter.told()[:6])
+            if found.tasks:
+                await self._rig.tell_tasks()
         return found, 0
 
 
@@ -222,12 +231,19 @@ def _never(rig: object) -> Any:
 
 
 async def play(
-    faults: Sequence[Fault], *, seed: int, seconds: float, replicas: int = 2
+    faults: Sequence[Fault],
+    *,
+    seed: int,
+    seconds: float,
+    replicas: int = 2,
+    logs: Path | None = None,
 ) -> AsyncIterator[Row]:
     """Start a rig, play the faults one after the other."""
     with tempfile.TemporaryDirectory(prefix="kvloop-chaos-") as name:
         dice = random.Random(seed)
-        rig = ScriptedRig(Path(name), dice)
+        folder = logs or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        rig = ScriptedRig(folder, dice)
         async with rig.running(replicas):
             table = TableWatch(f"redis://127.0.0.1:{rig.link.port}")
             table.start()

@@ -29,6 +29,7 @@ _GARBAGE = -1
 """Stands for whatever lies in blocks that have been freed."""
 
 _read_from_decode: ContextVar[list[int]] = ContextVar("read_from_decode")
+_asked_as: ContextVar[str] = ContextVar("asked_as", default="")
 
 PREFILL_LEASE = 30.0
 
@@ -69,11 +70,13 @@ class Mischief:
 
 
 class ChaosCluster(Cluster):
-    """Also: what the blocks of prefill's handles hold, and for how long."""
+    """Also: what the blocks of prefill's handles hold, and for how long; whose pins are whose."""
 
     def __init__(self) -> None:
         super().__init__()
         self.prefilled: dict[tuple[str, str], tuple[list[int], float]] = {}
+        self.pinned_for: dict[tuple[str, str], tuple[str, float]] = {}
+        """The X-Request-Id of the turn that left the pin, and when."""
 
 
 class ChaosWorker(FakeWorker):
@@ -164,6 +167,7 @@ class ChaosWorker(FakeWorker):
 
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """A mistake in the fake itself must not pass for one of the faults played."""
+        _asked_as.set(request.headers.get("X-Request-Id", ""))
         try:
             return await handler(request)
         except (web.HTTPException, ConnectionError):
@@ -191,9 +195,11 @@ class ChaosWorker(FakeWorker):
 
     def _handle(self, tokens: list[int], *, is_prefill: bool, lease: float = 0) -> dict[str, Any]:
         handle = super()._handle(tokens, is_prefill=is_prefill, lease=lease)
-        if is_prefill:
+        key = (handle["remote_engine_id"], handle["remote_request_id"])
+        if not is_prefill:
+            self.cluster.pinned_for[key] = _asked_as.get(), time.time()
+        else:
             read = _read_from_decode.get()
-            key = (handle["remote_engine_id"], handle["remote_request_id"])
             held = [*read, *tokens[len(read) :]]
             self.cluster.prefilled[key] = (held, time.monotonic() + PREFILL_LEASE)
         return handle
