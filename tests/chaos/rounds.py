@@ -54,6 +54,9 @@ SETTINGS: dict[str, object] = {
     "chunk_timeout_seconds": 3,
     "abandoned_prefill_seconds": 3,
     "drain_seconds": 15,
+    # Far above what eight clients take, and below what too many of them ask for.
+    "max_in_flight": 16,
+    "max_queued": 8,
 }
 
 
@@ -97,7 +100,8 @@ class ScriptedRig:
 
         self.prefills: Sequence[ChaosWorker] = [worker("prefill") for _ in range(2)]
         self.decodes: Sequence[ChaosWorker] = [worker("decode") for _ in range(2)]
-        self.link = Link()
+        self.steps = self.cluster.steps
+        self.link = Link(self.steps)
         self.store = Store(folder, "valkey")
         self.replicas: Sequence[Replica] = []
         self._folder = folder
@@ -169,7 +173,7 @@ class Rounds:
         asking = asyncio.create_task(load.run(enough))
         await asyncio.sleep(rig.seconds * (0.5 + rig.dice.random()))
         async with fault.apply(rig):
-            await asyncio.sleep(rig.seconds)
+            await asyncio.sleep(max(rig.seconds, fault.lasts))
         await asyncio.sleep(rig.seconds)
         enough.set()
         tally = await asking
@@ -192,6 +196,7 @@ class Rounds:
             right=right_answer,
             hang_after=HANGS,
             ways=fault.ways,
+            steps=self._rig.steps,
         )
 
     async def _recovered(self, tally: Tally) -> bool:
