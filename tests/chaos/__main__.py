@@ -12,6 +12,7 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -22,9 +23,9 @@ from tests.chaos.rounds import Row, play
 PARTS = ("scripted", "pair", "wedge")
 
 
-async def scripted(seed: int, seconds: float, only: str, logs: Path | None) -> list[Row]:
+async def scripted(seed: int, seconds: float, only: Sequence[str], logs: Path | None) -> list[Row]:
     rows = []
-    faults = [each for each in FAULTS if only in each.name]
+    faults = [each for each in FAULTS if any(part in each.name for part in only)]
     async with aclosing(play(faults, seed=seed, seconds=seconds, logs=logs)) as played:
         async for row in played:
             rows.append(row)
@@ -37,7 +38,9 @@ def main() -> int:
     options.add_argument("parts", nargs="*", metavar="PART", help=" ".join(PARTS))
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--seconds", type=float, default=4.5, help="of load around each fault")
-    options.add_argument("--only", default="", help="faults whose name has this in it")
+    options.add_argument(
+        "--only", nargs="+", default=[""], metavar="WORDS", help="faults with these in their name"
+    )
     options.add_argument("--report", type=Path, help="write the tables to this file")
     options.add_argument("--logs", type=Path, help="keep the logs here")
     chosen = options.parse_args()
