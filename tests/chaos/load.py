@@ -69,6 +69,8 @@ class Tally:
     complaints: list[str] = field(default_factory=list)
     unsure: list[tuple[list[Message], Heard]] = field(default_factory=list)
     """Answers that can be compared only when the fault is over; counted as right until then."""
+    compared: int = 0
+    """Answers that were compared with a cold run's."""
 
     @property
     def sent(self) -> int:
@@ -82,6 +84,7 @@ class Tally:
     async def compare(self, cold: Callable[[list[Message]], Awaitable[str]]) -> None:
         """Judge what was unsure, with answers that were computed from nothing."""
         unsure, self.unsure = self.unsure, []
+        self.compared += len(unsure)
         places = asyncio.Semaphore(_COMPARED_AT_ONCE)
 
         async def judge(messages: list[Message], heard: Heard) -> None:

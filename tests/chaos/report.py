@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,18 @@ class Section:
     title: str
     text: str
     complaints: list[str]
+
+    def written(self, seed: int, seconds: float) -> str:
+        """Markdown, with how it was played and its verdict."""
+        verdict = "NOT CLEAN" if self.complaints else "clean"
+        parts = [
+            f"## {self.title}\n",
+            f"Seed {seed}, {max(1, round(seconds / 60))} minutes, {machine()}: **{verdict}**.\n",
+            self.text,
+        ]
+        if self.complaints:
+            parts += ["Not clean:\n", *(f"- {line}" for line in self.complaints[:50]), ""]
+        return "\n".join(parts)
 
 
 def as_table(rows: Sequence[Row]) -> str:
@@ -76,7 +88,7 @@ def scripted_section(rows: Sequence[Row]) -> Section:
         "answers depend on the tokens in their KV; a Valkey server behind a relay that can fail; "
         "two proxy processes. Eight clients hold 32 conversations through them.\n\n"
     )
-    return Section("Scripted workers", text + as_table(rows) + _strandings(rows), complaints(rows))
+    return Section(TITLES[0], text + as_table(rows) + _strandings(rows), complaints(rows))
 
 
 def pair_section(rows: Sequence[Row]) -> Section:
@@ -85,11 +97,11 @@ def pair_section(rows: Sequence[Row]) -> Section:
         "Every answer is compared with the one that prefill, which keeps nothing in this profile, "
         "gives to the same messages.\n\n"
     )
-    return Section("The real pair", text + as_table(rows) + _strandings(rows), complaints(rows))
+    return Section(TITLES[1], text + as_table(rows) + _strandings(rows), complaints(rows))
 
 
 def wedge_section(wedge: Wedge) -> Section:
-    return Section("A decode worker of 24 blocks", wedge.text(), wedge.complaints)
+    return Section(TITLES[2], wedge.text(), wedge.complaints)
 
 
 def _strandings(rows: Sequence[Row]) -> str:
@@ -106,24 +118,33 @@ def _strandings(rows: Sequence[Row]) -> str:
     )
 
 
-def document(sections: Sequence[Section], seed: int, seconds: float) -> str:
-    """The whole report in Markdown."""
-    verdict = "clean" if not any(each.complaints for each in sections) else "NOT CLEAN"
-    parts = [
-        "# Chaos\n",
-        f"Written by `make chaos` (seed {seed}, {seconds / 60:.0f} minutes, {machine()}): "
-        f"**{verdict}**.\n",
-        "Each row: clients ask while one part fails and comes back. *right*: the whole answer that "
-        "a cold run gives. *proper error*: a 502, 503 or 504 in the API's form (503 with "
-        "Retry-After), or a right beginning and then an error event. *left*: the client went away. "
-        "*cut*: the connection broke because its proxy was killed. *until lease*: blocks that "
-        "decode kept until their lease was over, because nobody was left who could give them back. "
-        "*wrong*: anything else. *hung*: no end in the time that a client waits. *leaked*: what "
-        "was still there when all had settled: running requests, pins without an owner in the "
-        "table, claimed handles neither pulled nor released, open connections, tasks.\n",
-    ]
-    for section in sections:
-        parts += [f"## {section.title}\n", section.text]
-        if section.complaints:
-            parts += ["Not clean:\n", *(f"- {line}" for line in section.complaints[:50]), ""]
-    return "\n".join(parts)
+TITLES = ("Scripted workers", "The real pair", "A decode worker of 24 blocks")
+
+_INTRODUCTION = """\
+# Chaos
+
+Written by `make chaos`. Each row: clients ask while one part fails and comes back.
+
+| column | meaning |
+| --- | --- |
+| right | the whole answer that a cold run gives |
+| proper error | 429, 502, 503 or 504 in the API's form (429 and 503 with Retry-After), or a right \
+beginning and then an error event |
+| left | the client went away |
+| cut | the connection broke because its proxy was killed |
+| until lease | blocks that decode kept until their lease was over, because nobody was left who \
+could give them back; the reasons stand below each table |
+| wrong | anything else that came |
+| hung | no end in the time that a client waits |
+| leaked | what was still there when all had settled: running requests, pins without an owner in \
+the table, claimed handles neither pulled nor released, open connections, tasks |
+"""
+
+
+def document(played: Mapping[str, str], before: str) -> str:
+    """The whole report. ``played``: sections by title; those not played stay as in ``before``."""
+    sections = {}
+    for part in before.split("\n## ")[1:]:
+        sections[part.split("\n", 1)[0]] = "## " + part.rstrip("\n") + "\n"
+    sections |= played
+    return "\n".join([_INTRODUCTION, *(sections[each] for each in TITLES if each in sections)])
