@@ -26,10 +26,10 @@ from kvloop.stack.plan import Part
 from kvloop.stack.probes import answers
 from kvloop.stack.state import StateFolder
 from tests.chaos import report
-from tests.chaos.leaks import Leaks, TableWatch, gauges, open_connections, settled
+from tests.chaos.leaks import Leaks, TableWatch, gauges, open_connections, settled, uncertain
 from tests.chaos.load import Load, Message, Tally, Verdict, Ways
 from tests.chaos.replica import Replica, Store
-from tests.chaos.rounds import Row
+from tests.chaos.rounds import STALLED, Row
 
 REPOSITORY = Path(__file__).parent.parent.parent
 MODELS = Path(os.environ.get("KVLOOP_MODELS_DIR", REPOSITORY / ".kvloop" / "models"))
@@ -47,6 +47,8 @@ STOPPED = 14.0
 SETTINGS: dict[str, object] = {
     "decode_kv_ttl_seconds": LEASE,
     "expiry_margin_seconds": MARGIN,
+    # Workers that compute take the whole machine: that must not look like a Redis that failed.
+    "table_timeout_seconds": 2,
     "health_interval_seconds": 0.5,
     "health_timeout_seconds": 4,
     "health_failures": 2,
@@ -275,6 +277,14 @@ async def _replica_stopped(rig: PairRig) -> None:
         await each.start()
 
 
+async def _redis_stopped(rig: PairRig) -> None:
+    rig.store.signal(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(6)
+    finally:
+        rig.store.signal(signal.SIGCONT)
+
+
 async def _redis_restarted(rig: PairRig) -> None:
     await asyncio.sleep(3)
     await rig.store.kill()
@@ -307,6 +317,8 @@ FAULTS = (
     PairFault("proxy replicas are stopped (SIGTERM)", _replica_stopped, replicas_die=True),
     PairFault("proxy replicas are killed", _replica_killed, replicas_die=True,
         strands="the proxy that owned the handle is dead"),
+    PairFault("Redis is stopped (SIGSTOP) and goes on", _redis_stopped,
+        strands="nobody can tell whether Redis carried a command out"),
     PairFault("Redis is killed, restarts empty", _redis_restarted,
         strands="the records are lost with Redis"),
 )  # fmt: skip
@@ -324,6 +336,7 @@ async def play(seed: int, only: Sequence[str], logs: Path | None) -> list[Row]:
 
 async def _round(rig: PairRig, fault: PairFault) -> Row:
     rig.complaints.clear()
+    doubts = await uncertain(rig.replicas)
     load = Load(
         rig.replicas,
         MODEL,
@@ -349,13 +362,16 @@ async def _round(rig: PairRig, fault: PairFault) -> Row:
         await rig.note_idle()
     found = await settled(rig.count, SETTLES)
     until_lease = 0
-    if found.pins and fault.strands:
+    why = fault.strands
+    if found.pins and not why and found.pins <= await uncertain(rig.replicas) - doubts:
+        why = STALLED
+    if found.pins and why:
         until_lease = found.pins
         found = await settled(rig.count, LEASE)
     if found.connections:
         complaints.append(f"open: {sorted(rig.open)[:4]}")
     await tally.compare(rig.cold)
-    return Row(fault.name, tally, found, until_lease, fault.strands, complaints)
+    return Row(fault.name, tally, found, until_lease, why, complaints)
 
 
 async def _recovered(load: Load, tally: Tally) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.faults import Fault
-from tests.chaos.leaks import LeakCounter, Leaks, TableWatch, settled
+from tests.chaos.leaks import LeakCounter, Leaks, TableWatch, settled, uncertain
 from tests.chaos.link import Link
 from tests.chaos.load import Load, Tally, Verdict
 from tests.chaos.replica import Replica, Store
@@ -31,13 +31,18 @@ SETTLES = 8.0
 MORE = 20.0
 """Further seconds for all else: idle connections to workers are kept for up to 6, and a look at
 everything takes seconds on a busy machine."""
+STALLED = (
+    "the machine stalled for longer than the proxies wait for Redis, and nobody can tell whether "
+    "Redis carried a command out"
+)
+"""Only for as many pins as the proxies counted such commands."""
 RECOVERS = 15.0
 HANGS = 40.0
 """Seconds after which a client counts as left hanging. Every leg's timeout twice is less."""
 
 SETTINGS: dict[str, object] = {
     # A busy machine must not look like a Redis that failed: then handles stay until their lease.
-    "table_timeout_seconds": 1,
+    "table_timeout_seconds": 2,
     "health_interval_seconds": 0.2,
     # Two busy cores answer probes late without being dead.
     "health_timeout_seconds": 2,
@@ -168,6 +173,7 @@ class Rounds:
         rig.seconds = seconds / 3
         rig.complaints.clear()
         before = len(rig.cluster.faults)
+        doubts = await uncertain(rig.replicas)
         load = self._load(fault)
         enough = asyncio.Event()
         asking = asyncio.create_task(load.run(enough))
@@ -180,13 +186,13 @@ class Rounds:
         recovered = await self._recovered(tally)
         if fault.replicas_die:
             await self._counter.note_idle()
-        leaked, until_lease = await self._left_behind(fault)
+        leaked, until_lease, why = await self._left_behind(fault, doubts)
         for seen in rig.cluster.faults[before:]:
             tally.note(Verdict.WRONG, f"a worker saw: {seen}")
         complaints = [*rig.complaints]
         if not recovered:
             complaints.append("requests are not answered right after the fault")
-        return Row(fault.name, tally, leaked, until_lease, fault.strands, complaints)
+        return Row(fault.name, tally, leaked, until_lease, why, complaints)
 
     def _load(self, fault: Fault) -> Load:
         return Load(
@@ -217,18 +223,22 @@ class Rounds:
         tally.complaints += load.tally.complaints
         return in_a_row == 4
 
-    async def _left_behind(self, fault: Fault) -> tuple[Leaks, int]:
+    async def _left_behind(self, fault: Fault, doubts: int) -> tuple[Leaks, int, str]:
+        """What is left, pins that only their lease ended, and why those."""
         found = await settled(self._counter.count, SETTLES)
         pins = found.pins + found.claimed
-        if pins and fault.strands:
-            return await settled(self._counter.count, self._rig.lease + 2), pins
+        why = fault.strands
+        if pins and not why and pins <= await uncertain(self._rig.replicas) - doubts:
+            why = STALLED
+        if pins and why:
+            return await settled(self._counter.count, self._rig.lease + 2), pins, why
         if found.all and not pins:
             found = await settled(self._counter.count, MORE)
         if found.all:
             self._rig.complaints += (f"left: {each}" for each in self._counter.told()[:6])
             if found.tasks:
                 await self._rig.tell_tasks()
-        return found, 0
+        return found, 0, ""
 
 
 def _never(rig: object) -> Any:
