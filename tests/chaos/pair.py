@@ -132,6 +132,7 @@ class PairRig:
     idle_tasks: dict[str, float] = field(default_factory=dict)
     open: set[Any] = field(default_factory=set)
     complaints: list[str] = field(default_factory=list)
+    dead_engines: set[str] = field(default_factory=set)
 
     async def cold(self, messages: list[Message]) -> str:
         """The answer computed from nothing: by prefill alone, which keeps nothing."""
@@ -164,9 +165,9 @@ class PairRig:
         if self.open:
             await asyncio.sleep(2)
             self.open &= open_connections(ports, workers)
-        owned = len(await self.table.owned())
+        # Records of a process that is gone own nothing of the one that runs now.
+        owned = sum(engine not in self.dead_engines for engine, _ in await self.table.owned())
         pinned = int(await self.decode.metric("vllm:kvloop_pinned_requests"))
-        # Owned by a process that is gone: more records than pins.
         return Leaks(int(running), max(0, pinned - owned), 0, len(self.open), int(tasks))
 
 
@@ -256,6 +257,8 @@ def _restarted(role: str) -> Callable[[PairRig], Awaitable[None]]:
     async def apply(rig: PairRig) -> None:
         worker: Worker = getattr(rig, role)
         await worker.kill()
+        if worker is rig.decode:
+            rig.dead_engines |= {engine for engine, _ in rig.table.ever}
         worker.spawn()
         await worker.ready()
 
