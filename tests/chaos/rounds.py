@@ -186,7 +186,7 @@ class Rounds:
         recovered = await self._recovered(tally)
         if fault.replicas_die:
             await self._counter.note_idle()
-        leaked, until_lease, why = await self._left_behind(fault, doubts)
+        leaked, until_lease, why = await self._left_behind(fault, doubts, tally)
         for seen in rig.cluster.faults[before:]:
             tally.note(Verdict.WRONG, f"a worker saw: {seen}")
         complaints = [*rig.complaints]
@@ -223,11 +223,14 @@ class Rounds:
         tally.complaints += load.tally.complaints
         return in_a_row == 4
 
-    async def _left_behind(self, fault: Fault, doubts: int) -> tuple[Leaks, int, str]:
+    async def _left_behind(self, fault: Fault, doubts: int, tally: Tally) -> tuple[Leaks, int, str]:
         """What is left, pins that only their lease ended, and why those."""
         found = await settled(self._counter.count, SETTLES)
         pins = found.pins + found.claimed
         why = fault.strands
+        if fault.strands_per_left is not None:
+            limit = max(2, fault.strands_per_left * tally.verdicts[Verdict.LEFT])
+            why = why if pins <= limit else ""
         if pins and not why and pins <= await uncertain(self._rig.replicas) - doubts:
             why = STALLED
         if pins and why:
