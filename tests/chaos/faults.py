@@ -248,8 +248,8 @@ _LOST = "the records are lost with Redis"
 _UNTOLD = "decode finished, and its answer with the handle got lost"
 _DIED = "the proxy that owned the handle is dead"
 _LEFT = "decode finished in the moment in which the client left"
-_RARELY = 0.2
-"""Scripted answers take a tenth of a second, so that many clients leave as decode ends."""
+# Scripted answers take a tenth of a second, so that many clients leave as decode ends.
+_AFTER_LEAVING: dict[str, Any] = {"strands": _LEFT, "strands_per_left": 0.2}
 
 _PATIENCE = 5.0
 """Longer than the proxies wait for any answer of a worker (``rounds.SETTINGS``)."""
@@ -304,21 +304,21 @@ FAULTS = (
     Fault("Redis is slow", _link(delay=0.15), strands=_UNCERTAIN),
     Fault("Redis obeys, its replies get lost", _link(swallow_replies=True), strands=_UNCERTAIN),
     Fault("Redis fails over to a lagging replica", _redis_fails_over, strands=_LOST),
-    Fault("clients leave", _nothing, _LEAVING, strands=_LEFT, strands_per_left=_RARELY),
-    Fault("clients leave: tokenise", _nothing, _leave_at(Step.TOKENISE), strands=_LEFT, strands_per_left=_RARELY),
-    Fault("clients leave: prefill", _nothing, _leave_at(Step.PREFILL), strands=_LEFT, strands_per_left=_RARELY),
-    Fault("clients leave: between the legs", _nothing, _leave_at(Step.BETWEEN), strands=_LEFT, strands_per_left=_RARELY),
+    Fault("clients leave", _nothing, _LEAVING, **_AFTER_LEAVING),
+    Fault("clients leave: tokenise", _nothing, _leave_at(Step.TOKENISE), **_AFTER_LEAVING),
+    Fault("clients leave: prefill", _nothing, _leave_at(Step.PREFILL), **_AFTER_LEAVING),
+    Fault("clients leave: between the legs", _nothing, _leave_at(Step.BETWEEN), **_AFTER_LEAVING),
     Fault("clients leave: before the first byte", _nothing, _leave_at(Step.DECODE),
-        strands=_LEFT, strands_per_left=_RARELY),
+        **_AFTER_LEAVING),
     Fault("clients leave: in the middle of a stream", _nothing,
-        _leave_at(Step.MIDDLE, streamed=1.0), strands=_LEFT, strands_per_left=_RARELY),
-    Fault("clients leave: as decode ends", _nothing, _leave_at(Step.KEPT), strands=_LEFT, strands_per_left=_RARELY),
+        _leave_at(Step.MIDDLE, streamed=1.0), **_AFTER_LEAVING),
+    Fault("clients leave: as decode ends", _nothing, _leave_at(Step.KEPT), **_AFTER_LEAVING),
     Fault("clients leave: a call that is not streamed", _nothing,
-        Ways(leaving=0.6, streamed=0.0), strands=_LEFT, strands_per_left=_RARELY),
+        Ways(leaving=0.6, streamed=0.0), **_AFTER_LEAVING),
     Fault("clients leave slow workers", _misbehaves("decode", delay=0.2, all_of_them=True),
-        Ways(leaving=0.6, leave_within=0.8), strands=_LEFT, strands_per_left=_RARELY),
+        Ways(leaving=0.6, leave_within=0.8), **_AFTER_LEAVING),
     Fault("clients leave while a decode worker is killed", _killed("decode"), _LEAVING,
-        strands=_LEFT, strands_per_left=_RARELY),
+        **_AFTER_LEAVING),
     Fault("proxy replicas are killed", _replicas_killed, strands=_DIED, replicas_die=True),
     Fault("proxy replicas are killed at each step of a turn", _replicas_killed_at_steps,
         strands=_DIED, replicas_die=True),
