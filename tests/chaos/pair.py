@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ SETTINGS: dict[str, object] = {
     "abandoned_prefill_seconds": 10,
 }
 FIELDS: dict[str, Any] = {"temperature": 0, "max_tokens": 10}
+LONGER: dict[str, Any] = {"temperature": 0, "max_tokens": 48}
+"""For clients that leave: in an answer of ten tokens hardly a moment is far from its end."""
 
 
 class Worker:
@@ -134,9 +137,9 @@ class PairRig:
     complaints: list[str] = field(default_factory=list)
     dead_engines: set[str] = field(default_factory=set)
 
-    async def cold(self, messages: list[Message]) -> str:
+    async def cold(self, messages: list[Message], fields: dict[str, Any] = FIELDS) -> str:
         """The answer computed from nothing: by prefill alone, which keeps nothing."""
-        return await _plain(self.prefill.url, messages)
+        return await _plain(self.prefill.url, messages, fields)
 
     async def note_idle(self) -> None:
         for each in self.replicas:
@@ -171,9 +174,9 @@ class PairRig:
         return Leaks(int(running), max(0, pinned - owned), 0, len(self.open), int(tasks))
 
 
-async def _plain(url: str, messages: list[Message]) -> str:
+async def _plain(url: str, messages: list[Message], fields: dict[str, Any] = FIELDS) -> str:
     timeout = aiohttp.ClientTimeout(total=120)
-    body = {"model": MODEL, "messages": messages, **FIELDS}
+    body = {"model": MODEL, "messages": messages, **fields}
     async with (
         aiohttp.ClientSession(timeout=timeout) as session,
         session.post(url + "/v1/chat/completions", json=body) as answer,
@@ -301,14 +304,15 @@ class PairFault:
     apply: Callable[[PairRig], Awaitable[None]]
     ways: Ways = field(default_factory=lambda: _WAYS)
     strands: str = ""
+    fields: dict[str, Any] = field(default_factory=lambda: FIELDS)
     replicas_die: bool = False
 
 
 _WAYS = Ways(clients=4, talks=8, first_words=30, one_shot=0.05)
-_LEAVING = Ways(clients=4, talks=8, first_words=30, one_shot=0.05, leaving=0.6, leave_within=1.5)
+_LEAVING = Ways(clients=4, talks=8, first_words=30, one_shot=0.05, leaving=0.6, leave_within=3.0)
 FAULTS = (
     PairFault("no fault", _nothing),
-    PairFault("clients leave", _clients_leave, _LEAVING,
+    PairFault("clients leave", _clients_leave, _LEAVING, fields=LONGER,
         strands="decode finished in the moment in which the client left"),
     PairFault("prefill is stopped (SIGSTOP) and goes on", _stopped("prefill"),
         strands="only prefill can tell decode to let go"),
@@ -347,7 +351,7 @@ async def _round(rig: PairRig, fault: PairFault) -> Row:
         right=None,
         hang_after=HANGS,
         ways=fault.ways,
-        fields=FIELDS,
+        fields=fault.fields,
     )
     enough = asyncio.Event()
     asking = asyncio.create_task(load.run(enough))
@@ -359,7 +363,7 @@ async def _round(rig: PairRig, fault: PairFault) -> Row:
         enough.set()
         tally = await asking
     complaints = [*rig.complaints]
-    if not await _recovered(load, tally):
+    if not await _recovered(load, tally, fault.fields):
         complaints.append("requests are not answered right after the fault")
     if fault.replicas_die:
         await rig.note_idle()
@@ -373,16 +377,16 @@ async def _round(rig: PairRig, fault: PairFault) -> Row:
         found = await settled(rig.count, LEASE)
     if found.connections:
         complaints.append(f"open: {sorted(rig.open)[:4]}")
-    await tally.compare(rig.cold)
+    await tally.compare(partial(rig.cold, fields=fault.fields))
     return Row(fault.name, tally, found, until_lease, why, complaints)
 
 
-async def _recovered(load: Load, tally: Tally) -> bool:
+async def _recovered(load: Load, tally: Tally, fields: dict[str, Any]) -> bool:
     """Four whole answers in a row, soon."""
     until = time.monotonic() + 60
     in_a_row = 0
     while in_a_row < 4 and time.monotonic() < until:
         question = {"role": "user", "content": f"Are you there? {in_a_row}"}
-        body = {"model": MODEL, "messages": [question], "stream": bool(in_a_row % 2), **FIELDS}
+        body = {"model": MODEL, "messages": [question], "stream": bool(in_a_row % 2), **fields}
         in_a_row = in_a_row + 1 if await load.ask(body) is Verdict.RIGHT else 0
     return in_a_row == 4
