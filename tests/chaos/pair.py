@@ -308,8 +308,15 @@ class PairFault:
     replicas_die: bool = False
 
 
-_WAYS = Ways(clients=4, talks=8, first_words=30, one_shot=0.05)
-_LEAVING = Ways(clients=4, talks=8, first_words=30, one_shot=0.05, leaving=0.6, leave_within=3.0)
+_COMMON: dict[str, Any] = {
+    "clients": 4,
+    "talks": 8,
+    "first_words": 30,
+    "one_shot": 0.05,
+    "pause_after_error": 0.5,
+}
+_WAYS = Ways(**_COMMON)
+_LEAVING = Ways(**_COMMON, leaving=0.6, leave_within=3.0)
 FAULTS = (
     PairFault("no fault", _nothing),
     PairFault("clients leave", _clients_leave, _LEAVING, fields=LONGER,
