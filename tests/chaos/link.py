@@ -36,6 +36,8 @@ class Link:
         self.port = 0
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
+        self._holed: set[asyncio.StreamWriter] = set()
+        """Ends of connections that have lost data: no byte may follow a lost one, as with TCP."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, target: int) -> None:
@@ -63,6 +65,9 @@ class Link:
             yield
         finally:
             self.manners = Manners()
+            for each in self._holed:
+                each.transport.abort()
+            self._holed.clear()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -87,6 +92,7 @@ class Link:
             for each in (writer, there):
                 each.transport.abort()
                 self._open.discard(each)
+                self._holed.discard(each)
 
     async def _pass_on(
         self,
@@ -100,6 +106,7 @@ class Link:
             while data := await source.read(65536):
                 manners = self.manners
                 if manners.silent or (manners.swallow_replies and replies):
+                    self._holed.add(sink)
                     continue
                 if self._steps.awaited:
                     self._steps.reached(Step.TABLE_DONE if replies else Step.TABLE, "", port)
