@@ -1,8 +1,8 @@
 """``python -m tests.chaos [scripted] [pair] [wedge]``: faults under load, tables, a verdict.
 
 Without a name all three are played. Exit code 1 unless everything is clean: no wrong answer, no
-request left hanging, nothing leaked. ``--report FILE`` writes the tables down; what is not played
-this time stays as it is there.
+request left hanging, nothing leaked. ``--report FILE`` writes the tables down, and beside them the
+same as JSON; rows that are not played this time stay.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -22,16 +22,6 @@ from tests.chaos.faults import FAULTS
 from tests.chaos.rounds import Row, play
 
 PARTS = ("scripted", "pair", "wedge")
-
-
-async def scripted(seed: int, seconds: float, only: Sequence[str], logs: Path | None) -> list[Row]:
-    rows = []
-    faults = [each for each in FAULTS if any(part in each.name for part in only)]
-    async with aclosing(play(faults, seed=seed, seconds=seconds, logs=logs)) as played:
-        async for row in played:
-            rows.append(row)
-            report.say(row)
-    return rows
 
 
 def main() -> int:
@@ -43,7 +33,7 @@ def main() -> int:
         "--only", nargs="+", default=[""], metavar="WORDS", help="faults with these in their name"
     )
     options.add_argument("--report", type=Path, help="write the tables to this file")
-    options.add_argument("--logs", type=Path, help="keep the logs here")
+    options.add_argument("--logs", type=Path, help="keep the logs and the results here")
     chosen = options.parse_args()
     parts = chosen.parts or PARTS
     if unknown := set(parts) - set(PARTS):
@@ -53,38 +43,51 @@ def main() -> int:
     # A scripted worker that is killed has handlers that cannot write any more.
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
 
-    played: dict[str, str] = {}
-    clean = True
-    before = chosen.report.read_text() if chosen.report and chosen.report.exists() else ""
+    file = chosen.report.with_suffix(".json") if chosen.report else None
+    results = report.Results.read(file) if file else report.Results()
+    for part in parts:
+        if chosen.only == [""]:
+            results.forget(part)
+        print(f"\n{part}", flush=True)
+        asyncio.run(_played(part, chosen, results))
+        print("\n" + results.section(part), flush=True)
+        if chosen.logs:
+            results.write(chosen.logs / "chaos.json")
+        if file:
+            results.write(file)
+            chosen.report.write_text(results.document())
+    return 1 if any(results.complaints(part) for part in parts) else 0
 
-    def done(section: report.Section, began: float) -> None:
-        nonlocal clean
-        clean = clean and not section.complaints
-        text = section.written(chosen.seed, time.monotonic() - began)
-        played[section.title] = text
-        print("\n" + text, flush=True)
-        if chosen.report:
-            chosen.report.write_text(report.document(played, before))
 
-    if "scripted" in parts:
-        print(f"scripted workers, {len(FAULTS)} faults", flush=True)
-        began = time.monotonic()
-        rows = asyncio.run(scripted(chosen.seed, chosen.seconds, chosen.only, chosen.logs))
-        done(report.scripted_section(rows), began)
-    if "pair" in parts:
-        from tests.chaos import pair
-
-        print("the real pair", flush=True)
-        began = time.monotonic()
-        rows = asyncio.run(pair.play(chosen.seed, chosen.only, chosen.logs))
-        done(report.pair_section(rows), began)
-    if "wedge" in parts:
+async def _played(part: str, chosen: argparse.Namespace, results: report.Results) -> None:
+    began = time.monotonic()
+    if part == "wedge":
         from tests.chaos import wedge
 
-        print("a decode worker of 24 blocks", flush=True)
-        began = time.monotonic()
-        done(report.wedge_section(asyncio.run(wedge.play(chosen.seed, chosen.logs))), began)
-    return 0 if clean else 1
+        found = await wedge.play(chosen.seed, chosen.logs)
+        results.add_wedge(found, seed=chosen.seed, seconds=time.monotonic() - began)
+        return
+    async with aclosing(_rows(part, chosen)) as rows:
+        async for row in rows:
+            seconds, began = time.monotonic() - began, time.monotonic()
+            results.add_row(part, row, seed=chosen.seed, seconds=seconds)
+            report.say(row)
+
+
+async def _rows(part: str, chosen: argparse.Namespace) -> AsyncGenerator[Row, None]:
+    def wanted(name: str) -> bool:
+        return any(words in name for words in chosen.only)
+
+    if part == "pair":
+        from tests.chaos import pair
+
+        played = pair.play([f for f in pair.FAULTS if wanted(f.name)], chosen.seed, chosen.logs)
+    else:
+        faults = [each for each in FAULTS if wanted(each.name)]
+        played = play(faults, seed=chosen.seed, seconds=chosen.seconds, logs=chosen.logs)
+    async with aclosing(played) as rows:
+        async for row in rows:
+            yield row
 
 
 if __name__ == "__main__":

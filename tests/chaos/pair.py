@@ -13,7 +13,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,6 @@ from kvloop.stack import local, processes
 from kvloop.stack.plan import Part
 from kvloop.stack.probes import answers
 from kvloop.stack.state import StateFolder
-from tests.chaos import report
 from tests.chaos.leaks import Leaks, TableWatch, gauges, open_connections, settled, uncertain
 from tests.chaos.load import Load, Message, Tally, Verdict, Ways
 from tests.chaos.replica import Replica, Store
@@ -338,14 +337,15 @@ FAULTS = (
 )  # fmt: skip
 
 
-async def play(seed: int, only: Sequence[str], logs: Path | None) -> list[Row]:
-    rows = []
+async def play(
+    faults: Sequence[PairFault], seed: int, logs: Path | None
+) -> AsyncGenerator[Row, None]:
+    """Start the pair, play the faults one after the other."""
     async with running(seed, logs) as rig:
-        for fault in FAULTS:
-            if any(part in fault.name for part in only):
-                rows.append(await _round(rig, fault))
-                report.say(rows[-1])
-    return rows
+        for fault in faults:
+            # Each fault has dice of its own, so that one can be played alone.
+            rig.dice.seed(f"{seed} {fault.name}")
+            yield await _round(rig, fault)
 
 
 async def _round(rig: PairRig, fault: PairFault) -> Row:

@@ -7,7 +7,7 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -255,7 +255,7 @@ async def play(
     seconds: float,
     replicas: int = 2,
     logs: Path | None = None,
-) -> AsyncIterator[Row]:
+) -> AsyncGenerator[Row, None]:
     """Start a rig, play the faults one after the other."""
     with tempfile.TemporaryDirectory(prefix="kvloop-chaos-") as name:
         dice = random.Random(seed)
