@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -111,6 +112,20 @@ def _link(**manners: Any) -> Apply:
     return apply
 
 
+def _stand_still() -> None:
+    """All scripted workers live in this event loop."""
+    time.sleep(_STILL)
+
+
+@asynccontextmanager
+async def _all_stand_still(rig: Rig) -> AsyncIterator[None]:
+    """Workers and the way to Redis do nothing for longer than probes and Redis are waited for."""
+    for _ in range(2):
+        _stand_still()
+        await asyncio.sleep(rig.seconds / 2)
+    yield
+
+
 @asynccontextmanager
 async def _redis_unreachable(rig: Rig) -> AsyncIterator[None]:
     await rig.link.close()
@@ -186,6 +201,8 @@ async def _replicas_killed(rig: Rig) -> AsyncIterator[None]:
     yield
 
 
+_STILL = 3.0
+"""Seconds."""
 _REACHED_WITHIN = 15.0
 """Seconds in which a step must be seen under load."""
 
@@ -304,6 +321,7 @@ FAULTS = (
     Fault("Redis is slow", _link(delay=0.15), strands=_UNCERTAIN),
     Fault("Redis obeys, its replies get lost", _link(swallow_replies=True), strands=_UNCERTAIN),
     Fault("Redis fails over to a lagging replica", _redis_fails_over, strands=_LOST),
+    Fault("workers and Redis stand still", _all_stand_still, strands=_UNCERTAIN),
     Fault("clients leave", _nothing, _LEAVING, **_AFTER_LEAVING),
     Fault("clients leave: tokenise", _nothing, _leave_at(Step.TOKENISE), **_AFTER_LEAVING),
     Fault("clients leave: prefill", _nothing, _leave_at(Step.PREFILL), **_AFTER_LEAVING),

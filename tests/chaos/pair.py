@@ -44,7 +44,7 @@ HANGS = 90.0
 STOPPED = 14.0
 """Seconds for which a worker is stopped: longer than the proxy waits for a chunk or a prefill."""
 
-SETTINGS: dict[str, object] = {
+SETTINGS: dict[str, Any] = {
     "decode_kv_ttl_seconds": LEASE,
     "expiry_margin_seconds": MARGIN,
     # Workers that compute take the whole machine: that must not look like a Redis that failed.
@@ -165,7 +165,8 @@ class PairRig:
         workers = {self.prefill.port, self.decode.port}
         self.open = open_connections(ports, workers)
         if self.open:
-            await asyncio.sleep(2)
+            # What is open for less may be a health probe's.
+            await asyncio.sleep(SETTINGS["health_timeout_seconds"] + 0.5)
             self.open &= open_connections(ports, workers)
         # Records of a process that is gone own nothing of the one that runs now.
         owned = sum(engine not in self.dead_engines for engine, _ in await self.table.owned())

@@ -40,7 +40,7 @@ RECOVERS = 15.0
 HANGS = 40.0
 """Seconds after which a client counts as left hanging. Every leg's timeout twice is less."""
 
-SETTINGS: dict[str, object] = {
+SETTINGS: dict[str, Any] = {
     # A busy machine must not look like a Redis that failed: then handles stay until their lease.
     "table_timeout_seconds": 2,
     "health_interval_seconds": 0.2,
@@ -266,7 +266,11 @@ async def play(
             table = TableWatch(f"redis://127.0.0.1:{rig.link.port}")
             table.start()
             counter = LeakCounter(
-                rig.replicas, rig.workers, table, margin=rig.margin + 1, probe_seconds=1.0
+                rig.replicas,
+                rig.workers,
+                table,
+                margin=rig.margin + 1,
+                probe_seconds=SETTINGS["health_timeout_seconds"] + 0.5,
             )
             try:
                 await counter.note_idle()
