@@ -80,6 +80,7 @@ class Completions(Dialect):
         append: bool,
         caller: Caller,
         worker: str,
+        shared: Mapping[str, Any] | None = None,
     ) -> bytes:
         leg = wire.decode_leg(
             body, handle, ids_json=None, lease_seconds=lease_seconds, ask_ids=ask_ids, append=append

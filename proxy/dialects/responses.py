@@ -95,8 +95,16 @@ class Responses(Dialect):
         named = body.get("previous_response_id")
         return worker_of(str(named), caller, decodes) if named else ""
 
-    def prefill_body(self, body: dict[str, Any], transfer: Mapping[str, Any]) -> bytes:
-        return super().prefill_body({**body, "store": False}, transfer)
+    def shared_fields(self, caller: Caller, worker: str) -> dict[str, Any]:
+        return {"request_id": new_response_id(caller, worker)}  # here the id is in the body
+
+    def prefill_body(
+        self,
+        body: dict[str, Any],
+        transfer: Mapping[str, Any],
+        shared: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        return super().prefill_body({**body, "store": False}, transfer, shared)
 
     def decode_body(
         self,
@@ -109,6 +117,7 @@ class Responses(Dialect):
         append: bool,
         caller: Caller,
         worker: str,
+        shared: Mapping[str, Any] | None = None,
     ) -> bytes:
         # The route has no field that asks for ids.
         leg = wire.decode_leg(
@@ -119,7 +128,7 @@ class Responses(Dialect):
             ask_ids=False,
             append=append,
         )
-        leg["request_id"] = new_response_id(caller, worker)
+        leg.update(shared or self.shared_fields(caller, worker))
         return orjson.dumps(leg)
 
     def ending_of_answer(self, body: Mapping[str, Any], answer: Mapping[str, Any]) -> wire.Ending:
