@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -131,13 +131,13 @@ async def computed(workers: Workers, path: str, body: dict[str, Any]) -> list[in
 
 async def through(
     workers: Workers, url: str, body: dict[str, Any]
-) -> tuple[list[int], dict[str, str]]:
+) -> tuple[list[int], Mapping[str, str]]:
     """Token ids and headers of the proxy's answer."""
     body = {**body, "return_token_ids": True}
     async with workers.session.post(url, json=body) as response:
         page = await response.read()
         assert response.status == 200, page
-        headers = dict(response.headers)
+        headers = response.headers
     if not body["stream"]:
         return orjson.loads(page)["choices"][0]["token_ids"], headers
     events = [orjson.loads(e[6:]) for e in page.split(b"\n\n") if e.startswith(b"data: {")]
