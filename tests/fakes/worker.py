@@ -74,6 +74,8 @@ class Knobs:
     pin_refused: bool = False
     fail_next: dict[str, int] = field(default_factory=dict)
     """Path -> how many requests get a 500."""
+    refuse_next: dict[str, int] = field(default_factory=dict)
+    """Path -> how many requests get a 400."""
     warm_fails: int = 0
     """Prefill requests with a handle that get a 500."""
     hang_warm: bool = False
@@ -280,6 +282,12 @@ class FakeWorker:
             self.knobs.fail_next[request.path] -= 1
             raise web.HTTPInternalServerError(
                 text=_error("Internal server error", "InternalServerError", 500),
+                content_type="application/json",
+            )
+        if self.knobs.refuse_next.get(request.path, 0) > 0:
+            self.knobs.refuse_next[request.path] -= 1
+            raise web.HTTPBadRequest(
+                text=_error("not here", "BadRequestError", 400).replace("null", '"messages"'),
                 content_type="application/json",
             )
         return body

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -29,38 +29,49 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.002)
 
 
+Fake = Callable[..., Awaitable[FakeWorker]]
+
+
 @pytest.fixture
-async def pushing(serve: Serve) -> AsyncIterator[Callable[..., Any]]:
-    """Start a proxy with fakes that push; they say so under /server_info unless told otherwise."""
+async def fake() -> AsyncIterator[Fake]:
+    """Start a fake that pushes or pulls; it is stopped after the proxy, whose probes it answers."""
     started: list[FakeWorker] = []
 
-    async def start(
-        prefills: int = 1, decodes: int = 1, *, says: bool = True, **settings: Any
-    ) -> Serving:
-        cluster = Cluster()
-
-        async def fake(role: str) -> FakeWorker:
-            worker = await FakeWorker(cluster, role).start()
-            worker.knobs.transfer_mode, worker.knobs.server_info = "push", says
-            worker.knobs.connector = worker.knobs.plugin = False  # stock workers
-            started.append(worker)
-            return worker
-
-        p = [await fake("prefill") for _ in range(prefills)]
-        d = [await fake("decode") for _ in range(decodes)]
-        return await serve(workers=(p, d), cluster=cluster, **settings)
+    async def start(cluster: Cluster, role: str, mode: str, *, says: bool = True) -> FakeWorker:
+        worker = await FakeWorker(cluster, role).start()
+        started.append(worker)
+        worker.knobs.transfer_mode, worker.knobs.server_info = mode, says
+        worker.knobs.connector = worker.knobs.plugin = False  # stock workers
+        return worker
 
     yield start
     for worker in started:
         await worker.stop()
 
 
-Pushing = Callable[..., Any]
+@pytest.fixture
+def pushing(fake: Fake, serve: Serve) -> Callable[..., Awaitable[Serving]]:
+    """Start a proxy with fakes that push; they say so under /server_info unless told otherwise."""
+
+    async def start(
+        prefills: int = 1, decodes: int = 1, *, says: bool = True, **settings: Any
+    ) -> Serving:
+        cluster = Cluster()
+        p = [await fake(cluster, "prefill", "push", says=says) for _ in range(prefills)]
+        d = [await fake(cluster, "decode", "push", says=says) for _ in range(decodes)]
+        # What waits for writes that never come must fail here, not hang.
+        limits = {"first_byte_timeout_seconds": 5, "cold_prefill_timeout_seconds": 5}
+        return await serve(workers=(p, d), cluster=cluster, **{**limits, **settings})
+
+    return start
+
+
+Pushing = Callable[..., Awaitable[Serving]]
 
 
 async def test_the_first_turn_goes_in_turn_and_the_next_together(pushing: Pushing) -> None:
     """From the first answer decode's later legs know where the writes come from."""
-    serving: Serving = await pushing()
+    serving = await pushing()
     assert took(await serving.chat([user(LONG)])) == IN_TURN
     assert serving.cluster.push.registered_first == 0
     gate = serving.prefill.knobs.prefill_gate = asyncio.Event()
@@ -86,7 +97,7 @@ BODIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stream", [False, True])
 async def test_every_route_is_paired(pushing: Pushing, path: str, stream: bool) -> None:
     """Both legs take the client's own route, as vLLM makes the ids it pairs by from the route."""
-    serving: Serving = await pushing()
+    serving = await pushing()
     body = {"model": MODEL, "stream": stream, **BODIES[path]}
     expected = [IN_TURN, TOGETHER, TOGETHER]
     assert [took(await serving.post(body, path=path)) for _ in expected] == expected
@@ -97,7 +108,7 @@ async def test_every_route_is_paired(pushing: Pushing, path: str, stream: bool) 
 
 async def test_both_legs_have_the_ids_that_were_made_once(pushing: Pushing) -> None:
     """Neither worker renders the messages again, and prefill is asked for one token only."""
-    serving: Serving = await pushing()
+    serving = await pushing()
     await serving.chat([user(LONG)], max_tokens=50, stop=["x"])
     await serving.chat([user(LONG)], max_tokens=50, stop=["x"])
     for worker in (serving.prefill, serving.decode):
@@ -111,7 +122,7 @@ async def test_both_legs_have_the_ids_that_were_made_once(pushing: Pushing) -> N
 
 async def test_media_is_rendered_by_both(pushing: Pushing) -> None:
     """Ids of media prove nothing, and decode's blocks are written all the same."""
-    serving: Serving = await pushing()
+    serving = await pushing()
     image = {"type": "image_url", "image_url": {"url": "data:x"}}
     message = {"role": "user", "content": [{"type": "text", "text": LONG}, image]}
     assert took(await serving.chat([message])) == IN_TURN
@@ -122,7 +133,7 @@ async def test_media_is_rendered_by_both(pushing: Pushing) -> None:
 
 async def test_nothing_is_kept_and_nothing_claimed(pushing: Pushing) -> None:
     """A conversation that returns is prefilled again: vLLM lets nothing flow back here."""
-    serving: Serving = await pushing()
+    serving = await pushing()
     await serving.chat([user(LONG)], conversation_id="c")
     again = await serving.chat([user(LONG), assistant("Fine."), user("And?")], conversation_id="c")
     assert took(again) == TOGETHER
@@ -133,47 +144,38 @@ async def test_nothing_is_kept_and_nothing_claimed(pushing: Pushing) -> None:
 
 async def test_two_turns_with_one_request_id_are_not_mixed_up(pushing: Pushing) -> None:
     """What vLLM pairs by is never the client's own id: it may be in use twice."""
-    serving: Serving = await pushing()
+    serving = await pushing()
     await serving.chat([user(LONG)])
     gate = serving.prefill.knobs.prefill_gate = asyncio.Event()
+    serving.prefill.knobs.token_delay = 0.0001
     turns = [
-        asyncio.create_task(
-            serving.chat([user(LONG + name * 40)], headers={"X-Request-Id": "same"})
-        )
-        for name in ("one", "two")
+        asyncio.create_task(serving.chat([user(text)], headers={"X-Request-Id": "same"}))
+        for text in (LONG * 6, LONG)
     ]
     await until(lambda: len(serving.cluster.push.waiting) == 2)
-    gate.set()
+    gate.set()  # the second turn's prefill is done first
     assert [took(await each) for each in turns] == [TOGETHER, TOGETHER]
     assert serving.cluster.faults == []
 
 
 async def test_a_push_worker_is_recognised_by_its_first_handle(pushing: Pushing) -> None:
     """Without /server_info the first handle says it: that turn is decode's, the next are pushed."""
-    serving: Serving = await pushing(says=False)
+    serving = await pushing(says=False)
     assert took(await serving.chat([user(LONG)])) == ("decode-only", "push_found")
     assert took(await serving.chat([user(LONG)])) == TOGETHER
     assert serving.app.pool.workers[1].transfer_mode == "push"
     assert serving.cluster.push.waiting == []
 
 
-async def test_a_mixed_pair_is_excluded(serve: Serve) -> None:
+async def test_a_mixed_pair_is_excluded(fake: Fake, serve: Serve) -> None:
     """One pushes and the other pulls: decode answers alone, and /ready says why."""
     cluster = Cluster()
-    p = await FakeWorker(cluster, "prefill").start()
-    d = await FakeWorker(cluster, "decode").start()
-    p.knobs.transfer_mode = "push"
-    p.knobs.server_info = d.knobs.server_info = True
-    try:
-        serving = await serve(workers=([p], [d]), cluster=cluster)
-        answer = await serving.chat([user(LONG)])
-        assert took(answer) == ("decode-only", "no_prefill_worker")
-        pair = (await serving.get("/ready")).json["pairs"][0]
-        assert "transfer modes differ" in pair["no_handover"]
-        assert "NixlPushConnector" in pair["no_pull"]
-    finally:
-        await p.stop()
-        await d.stop()
+    p, d = await fake(cluster, "prefill", "push"), await fake(cluster, "decode", "pull")
+    serving = await serve(workers=([p], [d]), cluster=cluster)
+    assert took(await serving.chat([user(LONG)])) == ("decode-only", "no_prefill_worker")
+    pair = (await serving.get("/ready")).json["pairs"][0]
+    assert "transfer modes differ" in pair["no_handover"]
+    assert "NixlPushConnector" in pair["no_pull"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -181,7 +183,7 @@ async def test_a_failed_prefill_is_sent_again_while_decode_waits(
     pushing: Pushing, stream: bool
 ) -> None:
     """Nothing else frees decode's blocks: the same id goes to the same worker once more."""
-    serving: Serving = await pushing()
+    serving = await pushing()
     await serving.chat([user(LONG)])
     serving.prefill.knobs.fail_next[CHAT] = 1
     assert took(await serving.chat([user(LONG)], stream=stream)) == TOGETHER
@@ -198,7 +200,7 @@ def requests(worker: FakeWorker) -> list[Any]:
 
 async def test_prefill_that_keeps_failing_leaves_the_turn_to_another(pushing: Pushing) -> None:
     """The other worker is used one leg after the other; what decode keeps for ever is counted."""
-    serving: Serving = await pushing(prefills=2)
+    serving = await pushing(prefills=2)
     for _ in range(30):  # until both have answered once
         await serving.chat([user(LONG)])
     for worker in serving.prefills:
@@ -223,7 +225,7 @@ async def test_prefill_that_keeps_failing_leaves_the_turn_to_another(pushing: Pu
 
 async def test_the_only_prefill_that_keeps_failing_leaves_it_to_decode(pushing: Pushing) -> None:
     """Decode computes the prompt itself, and later turns go in turn until the pause is over."""
-    serving: Serving = await pushing()
+    serving = await pushing()
     await serving.chat([user(LONG)])
     serving.prefill.knobs.fail_next[CHAT] = 2
     answer = await serving.chat([user(LONG)])
@@ -234,7 +236,7 @@ async def test_the_only_prefill_that_keeps_failing_leaves_it_to_decode(pushing: 
 
 async def test_prefill_that_restarted_is_noticed(pushing: Pushing) -> None:
     """Decode had named the old engine: the turn is made again with the new one."""
-    serving: Serving = await pushing(health_interval_seconds=60)
+    serving = await pushing(health_interval_seconds=60)
     await serving.chat([user(LONG)])
     old = serving.prefill.engine_id
     await serving.prefill.restart()
@@ -249,7 +251,7 @@ async def test_prefill_that_restarted_is_noticed(pushing: Pushing) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_decode_failure_before_content_is_repeated(pushing: Pushing, stream: bool) -> None:
     """On another decode worker, with a new id and a new prefill."""
-    serving: Serving = await pushing(decodes=2)
+    serving = await pushing(decodes=2)
     await serving.chat([user(LONG)])
     for worker in serving.decodes:
         worker.knobs.fail_next[CHAT] = 1
@@ -262,19 +264,33 @@ async def test_decode_failure_before_content_is_repeated(pushing: Pushing, strea
 
 async def test_a_refusal_of_decode_stops_prefill(pushing: Pushing) -> None:
     """Decode's own 400 reaches the client, and prefill does not compute for nobody."""
-    serving: Serving = await pushing()
+    serving = await pushing()
     await serving.chat([user(LONG)])
     serving.prefill.knobs.prefill_gate = asyncio.Event()
-    answer = await serving.chat([user(LONG)], temperature=-1)
-    assert (answer.status, answer.json["error"]["param"]) == (400, "temperature")
-    await until(lambda: serving.app.pool.workers[0].outstanding == 0)
+    serving.decode.knobs.refuse_next[CHAT] = 1
+    answer = await serving.chat([user(LONG)])
+    assert (answer.status, answer.json["error"]["param"]) == (400, "messages")
+    assert len(serving.prefill.bodies(CHAT)) == 2
+    await until(lambda: not serving.app.conductor.background_tasks)
+    assert serving.app.pool.workers[0].outstanding == 0
     assert serving.cluster.push.unclaimed == {}
+
+
+async def test_a_refusal_of_prefill_leaves_it_to_decode(pushing: Pushing) -> None:
+    """Prefill may lack what decode was started with (a tool parser): decode's word counts."""
+    serving = await pushing()
+    await serving.chat([user(LONG)])
+    serving.prefill.knobs.refuse_next[CHAT] = 2
+    assert took(await serving.chat([user(LONG)])) == ("decode-only", "prefill_failed")
+    assert took(await serving.chat([user(LONG)])) == ("decode-only", "prefill_failed")
+    assert len(serving.prefill.bodies(CHAT)) == 3
+    assert await serving.metric('kvloop_push_unpaired_total{cause="prefill_refused"}') == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_leaves_nothing_waiting(pushing: Pushing, stream: bool) -> None:
     """Decode's leg is aborted; prefill's goes on, because only its write frees decode's blocks."""
-    serving: Serving = await pushing()
+    serving = await pushing()
     await serving.chat([user(LONG)])
     gate = serving.prefill.knobs.prefill_gate = asyncio.Event()
     waits = asyncio.Event()
@@ -294,7 +310,7 @@ async def test_a_client_that_leaves_leaves_nothing_waiting(pushing: Pushing, str
 
 async def test_a_queue_on_decode_is_joined_after_prefill(pushing: Pushing) -> None:
     """A request that waits longer than prefill keeps its blocks would find them gone."""
-    serving: Serving = await pushing()
+    serving = await pushing()
     await serving.chat([user(LONG)])
     serving.decode.knobs.waiting = 1
     await until(lambda: serving.app.pool.workers[1].waiting == 1)
