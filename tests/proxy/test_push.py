@@ -248,6 +248,19 @@ async def test_prefill_that_restarted_is_noticed(pushing: Pushing) -> None:
     assert await serving.metric('kvloop_push_unpaired_total{cause="prefill_restarted"}') == 1
 
 
+async def test_a_restart_that_a_probe_has_seen_costs_decode_nothing(pushing: Pushing) -> None:
+    """What was known of the old engine is forgotten: the legs go in turn once."""
+    serving = await pushing()
+    await serving.chat([user(LONG)])
+    worker = serving.app.pool.workers[0]
+    before = worker.epoch
+    await serving.prefill.restart()
+    await until(lambda: worker.healthy and worker.epoch != before)
+    assert took(await serving.chat([user(LONG)])) == IN_TURN
+    assert took(await serving.chat([user(LONG)])) == TOGETHER
+    assert serving.decode.aborted == 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_decode_failure_before_content_is_repeated(pushing: Pushing, stream: bool) -> None:
     """On another decode worker, with a new id and a new prefill."""
