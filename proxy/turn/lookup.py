@@ -168,7 +168,7 @@ class Lookup:
             push = plan_push(
                 place_known=bool(prefill.push_place),
                 engines=prefill.engines,
-                steady=prefill.pulls_allowed(now),
+                steady=parts.settings.push_together and prefill.pulls_allowed(now),
                 decode_waiting=decode.waiting,
             )
             return Decision(push, prompt, decode, prefill)

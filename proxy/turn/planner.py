@@ -185,7 +185,8 @@ def plan_push(*, place_known: bool, engines: int | None, steady: bool, decode_wa
 
     ``place_known``: are the coordinates of prefill's engine known, which decode must name before
     prefill answers? ``engines``: data-parallel engines behind prefill's address; which of several
-    will take the request is not known. ``steady`` False: prefill left decode waiting lately.
+    will take the request is not known. ``steady`` False: prefill left decode waiting lately, or no
+    such risk is to be taken (``push_together``).
     ``decode_waiting``: requests queued on decode. One that waits longer than prefill keeps its
     blocks (30 s) finds them gone; only a request that carries prefill's answer prolongs that.
     """

@@ -321,6 +321,13 @@ async def test_a_client_that_leaves_leaves_nothing_waiting(pushing: Pushing, str
     assert await serving.metric("kvloop_push_unpaired_total") == 0
 
 
+async def test_sending_both_at_once_can_be_switched_off(pushing: Pushing) -> None:
+    """``push_together`` false: no prefill can leave decode waiting."""
+    serving = await pushing(push_together=False)
+    assert [took(await serving.chat([user(LONG)])) for _ in range(3)] == [IN_TURN] * 3
+    assert serving.cluster.push.registered_first == 0
+
+
 async def test_a_queue_on_decode_is_joined_after_prefill(pushing: Pushing) -> None:
     """A request that waits longer than prefill keeps its blocks would find them gone."""
     serving = await pushing()
