@@ -33,6 +33,7 @@ from proxy.turn.plan import ColdPrefill, DecodeLocalAppend, DecodeOnly, PrefillW
 from proxy.turn.planner import (
     Append,
     Limits,
+    plan_push,
     plan_turn,
     unusable_now,
     wants_claim,
@@ -167,6 +168,14 @@ class Lookup:
             return Decision(DecodeOnly(Reason.NO_PREFILL_WORKER), None, decode, None)
         if not decode.transfers_allowed(now):
             return Decision(DecodeOnly(Reason.TRANSFER_BLOCKED), None, decode, None)
+        if prefill.transfer_mode == "push":
+            push = plan_push(
+                place_known=bool(prefill.push_place),
+                engines=prefill.engines,
+                steady=parts.settings.push_together and prefill.pulls_allowed(now),
+                decode_waiting=decode.waiting,
+            )
+            return Decision(push, prompt, decode, prefill)
         if match is not None and prompt is not None:
             with turn.trace.span("claim"):
                 match, miss = await self._claim(turn, match, prefill)

@@ -17,6 +17,7 @@ from proxy.turn.plan import (
     DecodeLocalAppend,
     DecodeOnly,
     PrefillWithPull,
+    Push,
     TurnPlan,
 )
 from proxy.turn.reasons import Reason
@@ -44,7 +45,7 @@ class PrefillLeg:
         decode: Worker,
     ) -> dict[str, Any] | None:
         """Prefill's handle for decode, or None when decode must compute the prompt itself."""
-        if isinstance(plan, (DecodeOnly, DecodeLocalAppend)) or worker is None:
+        if isinstance(plan, (DecodeOnly, DecodeLocalAppend, Push)) or worker is None:
             return None
         turn.stage = "prefill"
         pull = plan if isinstance(plan, PrefillWithPull) else None
@@ -137,6 +138,10 @@ class PrefillLeg:
         if reason := why_no_handover(worker, decode):
             log.event("pair_mismatch", prefill=worker.name, decode=decode.name, why=reason)
             turn.fall_to_decode(Reason.PAIR_MISMATCH)
+            return None
+        if worker.transfer_mode == "push":
+            worker.push_place = wire.push_place(handle)
+            turn.fall_to_decode(Reason.PUSH_FOUND)
             return None
         total, pulled, local = wire.reported_reuse(handle)
         turn.reused_tokens, turn.pulled_tokens, turn.prefill_cached_tokens = total, pulled, local

@@ -16,7 +16,7 @@ from proxy.session.holding import Holding
 from proxy.session.identity import NOBODY, Caller, Identity
 from proxy.session.ledger import Place
 from proxy.turn.expectation import Expected
-from proxy.turn.plan import DecodeLocalAppend, DecodeOnly, PrefillWithPull, TurnPlan
+from proxy.turn.plan import DecodeLocalAppend, DecodeOnly, PrefillWithPull, Push, TurnPlan
 from proxy.turn.reasons import Reason
 from proxy.turn.trace import TurnTrace
 from proxy.workers.costs import Work
@@ -92,6 +92,7 @@ class Turn:
     _computing: tuple[Worker, int] | None = None
     handed_over: bool = True
     """False between prefill's answer and decode's first sign of life."""
+    legs_at_once: bool = False
     legs: dict[str, float] = field(default_factory=dict)
     trace: TurnTrace = field(default_factory=TurnTrace)
     last_piece: float = 0.0
@@ -136,6 +137,7 @@ class Turn:
         self.route = plan.route
         self.reason = plan.reason
         self.reused_tokens = 0
+        self.legs_at_once = isinstance(plan, Push) and plan.together
         if isinstance(plan, PrefillWithPull):
             self.planned_pull = plan.tokens
         elif isinstance(plan, DecodeLocalAppend):
@@ -181,7 +183,8 @@ class Turn:
         """Seconds of the legs up to the first content: what the plan is about."""
         if not self.streamed or "decode" not in self.legs:
             return None  # a whole answer's leg is as long as the answer
-        return self.legs.get("prefill", 0.0) + self.legs["decode"]
+        before = 0.0 if self.legs_at_once else self.legs.get("prefill", 0.0)
+        return before + self.legs["decode"]
 
     @contextmanager
     def leg(self, name: str) -> Iterator[None]:
