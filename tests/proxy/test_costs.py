@@ -77,6 +77,29 @@ def test_a_lasting_change_is_followed() -> None:
     assert costs.expect(Work(500, 500), 90.0) == pytest.approx(3 * truth(Work(500, 500)), rel=0.25)
 
 
+def test_hundreds_of_legs_a_second_are_followed_with_few_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The route of each turn asks; a fit for each would cost more than all else of a turn."""
+    costs = taught()
+    fits = 0
+    fit = LegCosts._fit
+
+    def counted(self: LegCosts, now: float) -> None:
+        nonlocal fits
+        fits += 1
+        fit(self, now)
+
+    monkeypatch.setattr(LegCosts, "_fit", counted)
+    dice = random.Random(4)
+    for number in range(1000):
+        work = Work(dice.randrange(20, 1000), 500)
+        costs.observe(work, 3 * truth(work), 60.0 + number / 500)
+        costs.expect(work, 60.0 + number / 500)
+    assert fits <= 25
+    assert costs.expect(Work(500, 500), 62.0) == pytest.approx(3 * truth(Work(500, 500)), rel=0.25)
+
+
 def test_a_queue_counts_as_work_before_the_turns_own() -> None:
     costs = taught()
     alone, behind = costs.expect(Work(100, 500), 60.0), costs.expect(Work(100, 500, 0, 2000), 60.0)
