@@ -15,7 +15,11 @@ import orjson
 from proxy.session.fingerprint import DIGEST_BYTES, Fingerprint, PromptTokens
 from proxy.turn.reasons import Reason
 
-_VERSION = 1
+_VERSION = 2
+
+ABSENT_BYTES = 32
+"""Length of the field with which a record begins: why there is nothing to pull, filled up with
+blanks. Of fixed length, so that Redis can overwrite it in a mark without reading the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ def best_match(prompt: PromptTokens, candidates: list[Holding]) -> Match | None:
 
 
 def encode(holding: Holding) -> bytes:
-    """Record as stored: 4 bytes header length, JSON header, digests."""
+    """Record as stored: why it is absent, 4 bytes header length, JSON header, digests."""
     header = orjson.dumps(
         {
             "v": _VERSION,
@@ -91,13 +95,13 @@ def encode(holding: Holding) -> bytes:
             "tokens": holding.fingerprint.token_count,
             "spans": holding.fingerprint.span_count,
             "handle": holding.handle,
-            "absent": holding.absent,
             "at": holding.kept_at,
             "group": holding.group,
         }
     )
     return b"".join(
         (
+            absent_field(holding.absent),
             len(header).to_bytes(4, "big"),
             header,
             holding.fingerprint.spans,
@@ -106,20 +110,26 @@ def encode(holding: Holding) -> bytes:
     )
 
 
+def absent_field(why: Reason | None) -> bytes:
+    """The field with which a record begins."""
+    return (why or "").encode().ljust(ABSENT_BYTES)
+
+
 def decode(id: str, record: bytes) -> Holding | None:
     """The holding in a stored record; None when it was written by an unknown version."""
     try:
-        size = int.from_bytes(record[:4], "big")
-        header = orjson.loads(record[4 : 4 + size])
+        start = ABSENT_BYTES + 4
+        end = start + int.from_bytes(record[ABSENT_BYTES:start], "big")
+        header = orjson.loads(record[start:end])
         if header["v"] != _VERSION:
             return None
-        cut = 4 + size + header["spans"] * DIGEST_BYTES
-        absent = header["absent"]
+        cut = end + header["spans"] * DIGEST_BYTES
+        absent = record[:ABSENT_BYTES].decode().rstrip()
         return Holding(
             id=id,
             worker=header["worker"],
             epoch=header["epoch"],
-            fingerprint=Fingerprint(header["tokens"], record[4 + size : cut], record[cut:]),
+            fingerprint=Fingerprint(header["tokens"], record[end:cut], record[cut:]),
             handle=header["handle"],
             absent=Reason(absent) if absent else None,
             kept_at=header.get("at", 0.0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,11 +36,10 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Room that was reserved in a ledger; ``entering`` is the call that does it."""
+    """Room that is reserved in a ledger."""
 
     place: Place
     id: str
-    entering: asyncio.Task[None]
 
 
 @dataclass(slots=True)

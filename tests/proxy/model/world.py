@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -192,6 +192,8 @@ class World:
             module.time = clocks  # type: ignore[attr-defined]
         self._settles = prefill_leg.ABORT_SETTLES
         prefill_leg.ABORT_SETTLES = 0.0
+        self._gathers = retaining.GATHER_SECONDS
+        retaining.GATHER_SECONDS = 0.0
         self.proxies = [ModelProxy(self) for _ in range(proxies)]
         self.turns: list[ModelTurn] = []
 
@@ -199,6 +201,7 @@ class World:
         for module in _CLOCKED:
             module.time = self._time  # type: ignore[attr-defined]
         prefill_leg.ABORT_SETTLES = self._settles
+        retaining.GATHER_SECONDS = self._gathers
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
         self.settle()
@@ -528,6 +531,11 @@ class ModelTable:
             raise TableUnavailable("lost")
         return decode(id, row[1])
 
+    async def evict_all(self, wanted: Any, why: Any) -> list[Any]:
+        return await asyncio.gather(
+            *(self.evict(scope, id, why) for scope, id in wanted), return_exceptions=True
+        )
+
     async def commit(
         self, identity: Identity, holding: Holding, *, ttl_seconds: float, mark_seconds: float
     ) -> bool:
@@ -579,10 +587,11 @@ class ModelLedger:
         self,
         place: Place,
         *,
-        add: Entry | None = None,
-        seconds: float = 0.0,
-        remove: Any = (),
+        add: Iterable[tuple[Entry, float]] = (),
+        remove: Iterable[str] = (),
+        take: Iterable[str] = (),
         budget: int | None = None,
+        enough: int = 0,
     ) -> Page:
         world = self._world
         asked = world.clock
@@ -594,14 +603,23 @@ class ModelLedger:
         expired = [entry for entry in entries.values() if entry.deadline <= world.clock]
         for entry in expired:
             del entries[entry.id]
+        remove = list(remove)
         self._early |= {id for id in remove if id not in entries}
         removed = [entries.pop(id) for id in remove if id in entries]
-        if add is not None and add.id not in self._early:
-            entries[add.id] = add._replace(since=world.clock, deadline=world.clock + seconds)
+        for entry, seconds in add:
+            if entry.id not in self._early:
+                entries[entry.id] = entry._replace(
+                    since=world.clock, deadline=world.clock + seconds
+                )
         blocks = sum(entry.blocks for entry in entries.values())
+        taken = []
+        for id in take:
+            if id in entries and blocks > enough:
+                taken.append(entries.pop(id))
+                blocks -= taken[-1].blocks
         over = budget is not None and blocks > budget
         candidates = list(entries.values()) if over else []
-        return Page(blocks, world.clock, expired, removed, candidates)
+        return Page(blocks, world.clock, expired, removed, taken, candidates)
 
 
 class ModelClient:
