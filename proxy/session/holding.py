@@ -62,7 +62,7 @@ def mark_of(holding: Holding, why: Reason) -> Holding:
     Without it a group that is given short leases would look as if it never came back later.
     It has no spans, so that it stays small: it can only be recognised as a whole.
     """
-    tokens = Fingerprint(holding.fingerprint.token_count, b"", holding.fingerprint.tail)
+    tokens = replace(holding.fingerprint, spans=b"")
     return replace(holding, id=holding.id + MARK, fingerprint=tokens, handle=None, absent=why)
 
 
@@ -93,6 +93,7 @@ def encode(holding: Holding) -> bytes:
             "worker": holding.worker,
             "epoch": holding.epoch,
             "tokens": holding.fingerprint.token_count,
+            "size": holding.fingerprint.size,
             "spans": holding.fingerprint.span_count,
             "handle": holding.handle,
             "at": holding.kept_at,
@@ -129,7 +130,9 @@ def decode(id: str, record: bytes) -> Holding | None:
             id=id,
             worker=header["worker"],
             epoch=header["epoch"],
-            fingerprint=Fingerprint(header["tokens"], record[end:cut], record[cut:]),
+            fingerprint=Fingerprint(
+                header["tokens"], header["size"], record[end:cut], record[cut:]
+            ),
             handle=header["handle"],
             absent=Reason(absent) if absent else None,
             kept_at=header.get("at", 0.0),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -42,6 +43,8 @@ from proxy.turn.record import Prompt, Turn
 from proxy.workers.pairs import why_no_pull
 from proxy.workers.pool import Role, Worker
 
+T = TypeVar("T")
+
 _ASKED_FOR_TOKENS = (Role.PREFILL, Role.DECODE)
 """Either can say what a prompt's token ids are; prefill is asked first."""
 
@@ -75,9 +78,10 @@ class Lookup:
         """Token ids of the prompt, or None and why they are not known."""
         if turn.dialect.has_media(turn.body):
             return None, Reason.MEDIA
-        ids = turn.dialect.given_ids(turn.body)
-        if ids is not None:
-            return self._prompt(turn, ids)
+        given = turn.dialect.given_ids(turn.body)
+        if given is not None:
+            return self._prompt(turn, given)
+        ids: bytes | None = None
         with turn.leg("tokenise"), turn.trace.span("tokenise"):
             for worker in workers:
                 try:
@@ -91,18 +95,21 @@ class Lookup:
         return self._prompt(turn, ids)
 
     @staticmethod
-    def _prompt(turn: Turn, ids: list[int]) -> tuple[Prompt, Reason]:
-        tokens = PromptTokens(turn.identity.namespace, ids)
-        return Prompt(tokens, orjson.dumps(ids)), Reason.NEW_SESSION
+    def _prompt(turn: Turn, ids: list[int] | bytes) -> tuple[Prompt | None, Reason]:
+        try:
+            return Prompt(PromptTokens(turn.identity.namespace, ids)), Reason.NEW_SESSION
+        except ValueError:
+            return None, Reason.NOT_TOKENISED
 
     async def _rendered(
         self, worker: Worker, dialect: Dialect, body: dict[str, Any]
-    ) -> list[int] | None:
+    ) -> bytes | None:
+        """The prompt's token ids as a JSON array."""
         timeout = self._parts.settings.tokenise_timeout_seconds
         if dialect.render_path and worker.render is not False:
             try:
                 answers = [
-                    await self._parts.client.call(
+                    await self._parts.client.post(
                         worker,
                         dialect.render_path,
                         orjson.dumps(leg),
@@ -112,7 +119,7 @@ class Lookup:
                     for leg in dialect.render_requests(body)
                 ]
                 worker.render = True
-                return tokenise.agreed_ids(answers)
+                return _read(worker, tokenise.agreed_ids, answers)
             except WorkerRefused as refusal:
                 if not tokenise.render_is_off(refusal.status, _object(refusal.body)):
                     raise
@@ -121,14 +128,14 @@ class Lookup:
         request = dialect.tokenize_request(body)
         if request is None:
             return None
-        answer = await self._parts.client.call(
+        answer = await self._parts.client.post(
             worker,
             tokenise.TOKENIZE_PATH,
             orjson.dumps(request),
             timeout=timeout,
             repeatable=True,
         )
-        return tokenise.token_ids(answer)
+        return _read(worker, tokenise.token_ids, answer)
 
     async def decide(self, turn: Turn) -> Decision:
         """The plan of a turn and the workers that perform it. Raises ``NoWorker``.
@@ -379,6 +386,14 @@ def _unverified(prompt: PromptTokens, candidates: list[Holding]) -> Match | None
         return None
     newest = candidates[0]
     return Match(newest, min(len(prompt), newest.fingerprint.token_count))
+
+
+def _read(worker: Worker, read: Callable[[T], bytes | None], answer: T) -> bytes | None:
+    """Raises ``WorkerFailed`` for an answer that is no answer."""
+    try:
+        return read(answer)
+    except ValueError as error:
+        raise WorkerFailed(worker.name, 200, f"answered {error}") from None
 
 
 def _object(body: bytes) -> dict[str, Any] | None:

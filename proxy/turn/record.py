@@ -196,4 +196,7 @@ class Prompt:
     """A tokenised prompt: hashed for comparison, and as JSON for both legs."""
 
     tokens: PromptTokens
-    json: bytes
+
+    @property
+    def json(self) -> bytes:
+        return self.tokens.json

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -53,6 +54,8 @@ _SWEEP_SECONDS = 2.0
 GATHER_SECONDS = 0.05
 """How long changes to a ledger wait for others that go along. A turn that is shorter reserves
 nothing; longer, and other proxies would learn late what decode keeps."""
+_TELLING_SECONDS = 1.0
+"""Longest wait of a page that shows the ledger for what this proxy has still to tell it."""
 DOWN_TO = 0.95
 """Share of the budget that is left when room is made: 1 would have each turn look for a victim of
 its own, much less gives up sessions for room that nobody needs yet."""
@@ -67,6 +70,7 @@ class _Changes:
 
     add: dict[str, tuple[Entry, float, float]] = field(default_factory=dict)
     remove: dict[str, None] = field(default_factory=dict)
+    told: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True)
@@ -113,7 +117,9 @@ class Retention:
         self._releases = releases
         self.groups = Groups()
         self._changes: dict[Place, _Changes] = {}
-        self._telling: set[Place] = set()
+        self._telling: dict[Place, _Changes] = {}
+        """Where somebody tells, or waits to; and what is being told."""
+        self._hurry = asyncio.Event()
         self._spared: dict[Place, set[str]] = {}
         """Ids that could not be given up: not tried again before the next sweep."""
         self._stray: dict[Place, _Strays] = {}
@@ -272,7 +278,7 @@ class Retention:
         if changes is None:
             changes = self._changes[place] = _Changes()
         if place not in self._telling:
-            self._telling.add(place)
+            self._telling[place] = changes
             self._background.start(self._tell(place), "ledger")
         return changes
 
@@ -280,8 +286,8 @@ class Retention:
         """One at a time for each ledger: changes arrive in the order in which they were made."""
         try:
             while place in self._changes:
-                await self._background.pause(GATHER_SECONDS)
-                changes = self._changes.pop(place)
+                await self._gather()
+                changes = self._telling[place] = self._changes.pop(place)
                 now, budget = time.monotonic(), self._budget_of(place)
                 page = await self._update(
                     place,
@@ -289,12 +295,32 @@ class Retention:
                     add=[_as_of(now, *each) for each in changes.add.values()],
                     remove=changes.remove,
                 )
+                changes.told.set()
                 if page is not None:
                     added = [entry for entry, _, _ in changes.add.values()]
                     newcomers = [entry for entry in added if entry.reserved]
                     await self._make_room(place, budget, page, newcomers)
         finally:
-            self._telling.discard(place)
+            self._telling.pop(place).told.set()
+
+    async def _gather(self) -> None:
+        if GATHER_SECONDS:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GATHER_SECONDS):
+                    await self._hurry.wait()
+
+    async def told(self) -> None:
+        """Return when the ledgers have been told what was noted up to now, or cannot be told."""
+        waiting = [*self._changes.values(), *self._telling.values()]
+        self._hurry.set()
+        try:
+            async with asyncio.timeout(_TELLING_SECONDS):
+                for each in waiting:
+                    await each.told.wait()
+        except TimeoutError:
+            log.event("ledger_slow")
+        finally:
+            self._hurry.clear()
 
     def _budget_of(self, place: Place) -> int | None:
         worker = self._pool.get(place.worker)

@@ -68,7 +68,29 @@ class WorkerClient:
         headers: dict[str, str] | None = None,
         repeatable: bool = False,
     ) -> dict[str, Any]:
-        """POST, and the JSON object of a 200.
+        """POST, and the JSON object of a 200. ``repeatable``: see ``post``."""
+        answer = await self.post(
+            worker, path, body, timeout=timeout, headers=headers, repeatable=repeatable
+        )
+        try:
+            value = orjson.loads(answer)
+        except orjson.JSONDecodeError:
+            value = None
+        if not isinstance(value, dict):
+            raise WorkerFailed(worker.name, 200, "answered no JSON object")
+        return value
+
+    async def post(
+        self,
+        worker: Worker,
+        path: str,
+        body: bytes,
+        *,
+        timeout: float,
+        headers: dict[str, str] | None = None,
+        repeatable: bool = False,
+    ) -> bytes:
+        """POST, and the body of a 200.
 
         ``repeatable``: the call may reach the worker twice without harm, so a connection that was
         closed under it before a byte came back is answered with one more try on a fresh one.
@@ -85,13 +107,7 @@ class WorkerClient:
             )
         if response.status != 200:
             raise _refusal(worker, response, answer)
-        try:
-            value = orjson.loads(answer)
-        except orjson.JSONDecodeError:
-            value = None
-        if not isinstance(value, dict):
-            raise WorkerFailed(worker.name, response.status, "answered no JSON object")
-        return value
+        return answer
 
     async def _whole(
         self,

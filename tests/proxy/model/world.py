@@ -628,12 +628,15 @@ class ModelClient:
     def __init__(self, world: World) -> None:
         self._world = world
 
+    async def post(self, worker: Worker, path: str, body: bytes, **more: Any) -> bytes:
+        request = orjson.loads(body)
+        assert path.endswith("/render")
+        return orjson.dumps({"token_ids": self._world.prompts[request["messages"][0]["content"]]})
+
     async def call(
         self, worker: Worker, path: str, body: bytes, *, timeout: float, **more: Any
     ) -> dict[str, Any]:
         request = orjson.loads(body)
-        if path.endswith("/render"):
-            return {"token_ids": self._world.prompts[request["messages"][0]["content"]]}
         if worker.role is Role.PREFILL:
             return await self._prefill(worker, request)
         return await self._decode(worker, request)
