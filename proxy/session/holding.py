@@ -142,6 +142,9 @@ def decode(id: str, record: bytes) -> Holding | None:
         return None
 
 
+_INTEGERS = frozenset({int})
+
+
 def usable_handle(value: object) -> dict[str, Any] | None:
     """``value`` if it is a handle that prefill can pull from or release, else None.
 
@@ -154,7 +157,7 @@ def usable_handle(value: object) -> dict[str, Any] | None:
     if not isinstance(blocks, list) or not blocks:
         return None
     for group in blocks:
-        if not isinstance(group, list) or not all(type(block) is int for block in group):
+        if not isinstance(group, list) or not _INTEGERS.issuperset(map(type, group)):
             return None
     if not any(blocks):
         return None

@@ -17,8 +17,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from os import urandom
 from typing import Any, TypeVar
-from uuid import uuid4
 
 import redis.asyncio as redis_asyncio
 from redis.backoff import NoBackoff
@@ -205,7 +205,7 @@ class SessionTable:
         """Holdings that may serve this prompt, newest first. Nothing is claimed yet."""
         scope = _scope_prefix(identity)
         if identity.conversation:
-            reply = await self._guard(
+            reply = await self._ask(
                 lambda: self._find_by_conversation(
                     keys=[scope + b"c:" + identity.conversation.hex().encode()],
                     args=[scope + b"h:"],
@@ -215,7 +215,7 @@ class SessionTable:
             digests = prompt.fingerprint.spans
             if not digests:
                 return []
-            reply = await self._guard(
+            reply = await self._ask(
                 lambda: self._find_by_prefix(
                     keys=[scope + b"a:"], args=[scope + b"h:", DIGEST_BYTES, digests, MARK]
                 )
@@ -230,7 +230,7 @@ class SessionTable:
         """
         key = _scope_prefix(identity) + b"h:" + holding.id.encode()
         # The mark goes too: the turn that it waited for has come.
-        return bool(await self._guard(lambda: self._claim(keys=[key], args=[MARK])))
+        return bool(await self._ask(lambda: self._claim(keys=[key], args=[MARK])))
 
     async def evict(self, scope: str, id: str, why: Reason | None) -> Holding | None:
         """Take a holding out because nobody shall use it; None if somebody has claimed it.
@@ -251,7 +251,7 @@ class SessionTable:
 
         async def ask(scope: str, id: str) -> bytes | None:
             key = b"kvloop:{" + scope.encode() + b"}:h:" + id.encode()
-            record: bytes | None = await self._guard(
+            record: bytes | None = await self._ask(
                 lambda: self._evict(keys=[key], args=[MARK, reason])
             )
             return record
@@ -291,7 +291,7 @@ class SessionTable:
             limit = _KEPT_PER_ANCHOR
         if not keys:
             return False
-        await self._guard(
+        await self._ask(
             lambda: self._commit(
                 keys=keys,
                 args=[
@@ -342,7 +342,7 @@ class SessionTable:
 
     async def run(self, script: Any, *, keys: list[str], args: list[Any]) -> Any:
         """Run a script that ``script()`` made, under the same rules as everything here."""
-        return await self._guard(lambda: script(keys=keys, args=args))
+        return await self._ask(lambda: script(keys=keys, args=args))
 
     def script(self, text: str) -> Any:
         """Register a Lua script."""
@@ -358,12 +358,22 @@ class SessionTable:
         await self._link.close()
         await self._redis.aclose()
 
+    async def _ask(self, call: Callable[[], Awaitable[T]]) -> T:
+        """A call through the link, which may be cancelled at any moment."""
+        self._check_pause()
+        try:
+            return await call()
+        except (RedisError, OSError, TimeoutError) as error:
+            raise self._failed(error) from error
+
     async def _guard(self, call: Callable[[], Awaitable[T]]) -> T:
-        if self._clock() < self._paused_until:
-            raise TableUnavailable("Redis failed a moment ago", certain=True)
-        # redis-py 8.1 with a socket timeout may swallow a cancellation (measured: one of three).
-        # Then the turn of a client that left, or a poll that is to stop, goes on for ever.
-        # Shielded, the cancellation is ours and the command just ends.
+        """A call through redis-py.
+
+        redis-py 8.1 with a socket timeout may swallow a cancellation (measured: one of three). Then
+        the turn of a client that left, or a poll that is to stop, goes on for ever. Shielded, the
+        cancellation is ours and the command just ends.
+        """
+        self._check_pause()
         asking = asyncio.ensure_future(call())
         try:
             return await asyncio.shield(asking)
@@ -371,10 +381,15 @@ class SessionTable:
             asking.add_done_callback(_forget)
             raise
         except (RedisError, OSError, TimeoutError) as error:
-            self._paused_until = self._clock() + _PAUSE_AFTER_FAILURE
-            raise TableUnavailable(
-                f"Redis: {type(error).__name__}", certain=_never_arrived(error)
-            ) from error
+            raise self._failed(error) from error
+
+    def _check_pause(self) -> None:
+        if self._clock() < self._paused_until:
+            raise TableUnavailable("Redis failed a moment ago", certain=True)
+
+    def _failed(self, error: Exception) -> TableUnavailable:
+        self._paused_until = self._clock() + _PAUSE_AFTER_FAILURE
+        return TableUnavailable(f"Redis: {type(error).__name__}", certain=_never_arrived(error))
 
 
 def _forget(asking: asyncio.Future[Any]) -> None:
@@ -399,7 +414,7 @@ def stored_record(value: bytes) -> bytes:
 
 
 def new_holding_id() -> str:
-    return uuid4().hex
+    return urandom(16).hex()
 
 
 def _scope_prefix(identity: Identity) -> bytes:

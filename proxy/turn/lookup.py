@@ -201,6 +201,8 @@ class Lookup:
         found = pool.candidates(Role.PREFILL, now=now, model=turn.model, beside=decode)
         if prompt is None:
             return pool.choose(Role.PREFILL, now=now, model=turn.model, beside=decode)
+        if len(found) < 2:
+            return pool.given(found[0], now) if found else None
         tokens = prompt.tokens
         situations = {
             each.name: self._situation(prompt, match, each, decode, now) for each in found

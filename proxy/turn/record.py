@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -181,14 +179,23 @@ class Turn:
             return None  # a whole answer's leg is as long as the answer
         return self.legs.get("prefill", 0.0) + self.legs["decode"]
 
-    @contextmanager
-    def leg(self, name: str) -> Iterator[None]:
+    def leg(self, name: str) -> _Leg:
         """Time a call to a worker."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.legs[name] = time.monotonic() - start
+        return _Leg(self.legs, name)
+
+
+class _Leg:
+    __slots__ = ("_legs", "_name", "_start")
+
+    def __init__(self, legs: dict[str, float], name: str) -> None:
+        self._legs = legs
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+
+    def __exit__(self, *how: object) -> None:
+        self._legs[self._name] = time.monotonic() - self._start
 
 
 @dataclass(frozen=True, slots=True)
