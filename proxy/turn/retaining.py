@@ -399,7 +399,7 @@ class Retention:
             elif holding is not None:
                 self._metrics.evictions.labels("budget").inc()
                 self.on_given_up(entry.id)
-                self._releases.later(entry.model, holding)
+                self._releases.soon(entry.model, holding)
                 continue
             elif age >= _SETTLED_SECONDS:
                 continue
