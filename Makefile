@@ -44,7 +44,7 @@ tools: env-fast ## Fetch Prometheus and a headless Chromium for the system tests
 test: env tools ## Run the whole suite, real vLLM workers included (minutes)
 	@exec $(BIN)/python -m pytest -m "not soak" $(ARGS)
 
-test-fast: env-fast ## Run what needs no vLLM, without the slow ones (a minute and a half on two cores)
+test-fast: env-fast ## Run what needs no vLLM, without the slow ones (under a minute on two cores)
 	@exec $(BIN)/python -m pytest -m "not real and not system and not soak and not slow" -n auto --maxprocesses 4 $(ARGS)
 
 lint: env-fast ## Check style and types
@@ -60,7 +60,7 @@ bench: env ## Measure all legs on a CPU pair, favourable and not; writes bench-r
 	$(BENCH) --title "published experiment, scaled down" --out bench-report/lengths \
 		--legs published --workloads lengths --lengths 400,800,1600 --conversations 6 $(ARGS)
 	$(BENCH) --title "beside prefill's own cache" --out bench-report/production --scale 0.15 \
-		--legs production,decode-local,single --workloads agent,coding,branches --conversations 6 $(ARGS)
+		--legs production,decode-local,single --workloads agent,chat,coding,branches --conversations 6 $(ARGS)
 	$(BENCH) --title "prefill's cache too small" --out bench-report/evicted --scale 0.15 \
 		--legs production,single --workloads agent,reasoning --conversations 6 --clients 6 \
 		--set max-model-len=2048 --prefill-set num-gpu-blocks-override=80 $(ARGS)

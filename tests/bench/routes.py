@@ -2,11 +2,15 @@
 
 Agent-shaped conversations: a long history, then turns of a few tokens each. Every point (new
 tokens a turn, other streams on decode) is measured under each fixed route and under the planner,
-turn by turn in alternation within one run, so that a machine that changes its speed changes all.
+turn by turn in alternation within one run, each time beginning with another route, so that a
+machine that changes its speed changes all. A conversation that has grown by ``--growth`` tokens
+makes way for a new one, whose first turn is not counted: histories stay alike, and in the context.
 While streams run, their gaps between tokens are measured too.
 
 Prints a Markdown table, and as the last line a verdict: within a tenth of the best fixed route that
-keeps the stall bound at every point, and never worse than cold. Exit status 1 when it is not so.
+keeps the stall bound at every point, and never worse than cold. Turns of the same place in the
+alternation are compared with each other; the verdict is on the median of these ratios. Exit status
+1 when it is not so.
 """
 
 from __future__ import annotations
@@ -57,6 +61,17 @@ class Cell:
     gaps: list[float] = field(default_factory=list)
     longest: list[float] = field(default_factory=list)
     taken: list[str] = field(default_factory=list)
+
+    def add(self, ttft: float, route: str, caused: list[float]) -> None:
+        self.ttft.append(ttft)
+        self.taken.append(route)
+        self.gaps += caused
+        if caused:
+            self.longest.append(max(caused))
+
+    def times(self, other: Cell) -> float:
+        """The usual ratio to the other's turn of the same round."""
+        return statistics.median(a / b for a, b in zip(self.ttft, other.ttft, strict=True))
 
     @property
     def median(self) -> float:
@@ -121,6 +136,7 @@ class Conversation:
     def __init__(self, app: App, port: int, model: str, name: str, history: int) -> None:
         self.app = app
         self.url = f"http://127.0.0.1:{port}"
+        self.grown = 0
         self.messages = [{"role": "user", "content": f"{name}. {words(history)}"}]
         self.body = {
             "model": model,
@@ -133,6 +149,7 @@ class Conversation:
     async def go(self, session: aiohttp.ClientSession, new: int = 0) -> tuple[float, str]:
         """One turn of ``new`` more tokens: seconds to the first token, and the route."""
         if new:
+            self.grown += new
             self.messages.append({"role": "user", "content": words(max(1, new - 8))})
         text, ttft, headers = await turn(
             session, self.url, {**self.body, "messages": self.messages}
@@ -176,24 +193,24 @@ async def measure(pair: Pair, options: argparse.Namespace) -> tuple[str, list[st
             async with streams(session, pair, count) as gaps:
                 for new in options.new:
                     cells = {name: Cell() for name in ROUTES}
-                    number += 1
-                    talks = {
-                        name: Conversation(*proxy, pair.model, f"{name}-{number}", options.history)
-                        for name, proxy in proxies.items()
-                    }
-                    for talk in talks.values():
-                        await talk.go(session)
-                    for _ in range(options.turns):
-                        for name, talk in talks.items():
+                    talks: dict[str, Conversation] = {}
+                    for turned in range(options.turns):
+                        first = turned % len(ROUTES)
+                        for name in (*tuple(ROUTES)[first:], *tuple(ROUTES)[:first]):
+                            talk = talks.get(name)
+                            if talk is None or talk.grown + new > options.growth:
+                                if talk is not None:
+                                    await give_back(talk.app, talk.body)
+                                number += 1
+                                title = f"{name}-{number}"
+                                talk = talks[name] = Conversation(
+                                    *proxies[name], pair.model, title, options.history
+                                )
+                                await talk.go(session)
                             start = time.perf_counter()
                             ttft, route = await talk.go(session, new)
                             caused = gaps.between(start, time.perf_counter())
-                            cell = cells[name]
-                            cell.ttft.append(ttft)
-                            cell.taken.append(route)
-                            cell.gaps += caused
-                            if caused:
-                                cell.longest.append(max(caused))
+                            cells[name].add(ttft, route, caused)
                     for name, talk in talks.items():
                         await give_back(proxies[name][0], talk.body)
                         print(f"{count} streams, {new} new, {name}: {cells[name].median:.2f} s")
@@ -226,10 +243,10 @@ def judged(count: int, new: int, cells: dict[str, Cell], bound: float) -> list[s
     }
     best = min(fixed, key=lambda name: fixed[name])
     found = []
-    if planner.median > NOISE * fixed[best]:
-        ratio = planner.median / fixed[best]
+    print(f"{count} streams, {new} new: planner {planner.times(cells[best]):.2f} times {best}")
+    if (ratio := planner.times(cells[best])) > NOISE:
         found.append(f"{count} streams, {new} new: {ratio:.2f} times the TTFT of {best}")
-    if planner.median > NOISE * cold.median:
+    if planner.times(cold) > NOISE:
         found.append(f"{count} streams, {new} new: worse than cold")
     return found
 
@@ -240,7 +257,8 @@ def main() -> None:
     options.add_argument("--history", type=int, default=1000, help="tokens before the first turn")
     options.add_argument("--new", type=int, nargs="+", default=[20, 100, 400])
     options.add_argument("--streams", type=int, nargs="+", default=[0, 2])
-    options.add_argument("--turns", type=int, default=5)
+    options.add_argument("--turns", type=int, default=9)
+    options.add_argument("--growth", type=int, default=1200, help="tokens; then a new one begins")
     options.add_argument(
         "--stall", type=float, default=0.6, help="the planner's append_stall_seconds"
     )

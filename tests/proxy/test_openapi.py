@@ -16,6 +16,8 @@ from proxy.dialects import DIALECTS
 from tests.fakes.worker import MODEL
 from tests.proxy.conftest import Serve, Serving
 
+pytestmark = pytest.mark.slow
+
 
 async def test_every_route_is_described(serve: Serve) -> None:
     """Generating, forwarded and operating routes; security only where there are keys."""
@@ -51,7 +53,6 @@ def check_all(operation: Any, mode: Any, url: str, answered: list[tuple[str, int
 
 
 @pytest.mark.parametrize("negative", [False, True], ids=["valid", "invalid"])
-@pytest.mark.slow
 async def test_generated_requests_get_described_answers(serving: Serving, negative: bool) -> None:
     """Schemathesis makes requests from the document, right ones and wrong ones; the status, the
     type and the body of each answer must be among those that the document names."""

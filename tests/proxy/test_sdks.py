@@ -16,6 +16,8 @@ from proxy.tenants import hashed
 from tests.fakes.worker import MODEL
 from tests.proxy.conftest import Serve, Serving
 
+pytestmark = pytest.mark.slow
+
 LONG = "a story about a small dog that runs far away " * 20
 KEY = "key-a"
 
