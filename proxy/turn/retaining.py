@@ -56,7 +56,7 @@ GATHER_SECONDS = 0.05
 nothing; longer, and other proxies would learn late what decode keeps."""
 _TELLING_SECONDS = 1.0
 """Longest wait of a page that shows the ledger for what this proxy has still to tell it."""
-DOWN_TO = 0.95
+DOWN_TO = 0.97
 """Share of the budget that is left when room is made: 1 would have each turn look for a victim of
 its own, much less gives up sessions for room that nobody needs yet."""
 _MOST_VICTIMS = 1000
