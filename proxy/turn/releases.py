@@ -68,6 +68,14 @@ class Releases:
             self._sending = True
             self._background.start(self._send_waiting(), "release")
 
+    def waiting_blocks(self, worker: str, epoch: str) -> int:
+        """Blocks that decode still keeps for what waits here."""
+        return sum(
+            holding.block_count
+            for _, holding in self._waiting.values()
+            if (holding.worker, holding.epoch) == (worker, epoch)
+        )
+
     def take_along(self, prefill: Worker) -> Holding | None:
         """What a cold prefill on this worker is to release; from now on its turn answers for it."""
         for id, (_, holding) in islice(self._waiting.items(), _LOOKED_AT):

@@ -421,7 +421,8 @@ class Retention:
         self._spared = {k: v for k, v in self._spared.items() if k.worker != place.worker}
         page = await self._update(place, self.budget(worker))
         if page is not None:
-            self._strays(worker).seen(worker, page.blocks)
+            on_its_way = self._releases.waiting_blocks(place.worker, place.epoch)
+            self._strays(worker).seen(worker, page.blocks + on_its_way)
             await self._make_room(place, self.budget(worker), page)
         budget = self.budget(worker)
         if budget is not None:

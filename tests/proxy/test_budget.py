@@ -104,6 +104,22 @@ async def test_a_cold_turn_takes_a_release_along(
     assert serving.cluster.faults == []
 
 
+async def test_what_waits_for_a_ride_is_no_stray_pin(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode still reports it, the ledger does not: the budget stays what it is."""
+    serving = await serve(fake=SMALL)
+    await under_pressure(serving, monkeypatch, proven=True)
+    worker = next(each for each in serving.app.pool.workers if each.role == "decode")
+    retention = serving.app.conductor.retention
+    read = worker.facts_read
+    while worker.facts_read < read + 3:
+        await retention.sweep(worker)
+        await asyncio.sleep(0.01)
+    assert serving.decode.pinned_blocks() > await serving.metric("kvloop_retained_blocks{")
+    assert retention.budget(worker) == 102
+
+
 async def test_no_turn_takes_a_release_along_between_workers_that_never_exchanged_blocks(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
