@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,11 +34,10 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Room that was reserved in a ledger; ``entering`` is the call that does it."""
+    """Room that is reserved in a ledger."""
 
     place: Place
     id: str
-    entering: asyncio.Task[None]
 
 
 @dataclass(slots=True)
@@ -186,14 +182,23 @@ class Turn:
         before = 0.0 if self.legs_at_once else self.legs.get("prefill", 0.0)
         return before + self.legs["decode"]
 
-    @contextmanager
-    def leg(self, name: str) -> Iterator[None]:
+    def leg(self, name: str) -> _Leg:
         """Time a call to a worker."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.legs[name] = time.monotonic() - start
+        return _Leg(self.legs, name)
+
+
+class _Leg:
+    __slots__ = ("_legs", "_name", "_start")
+
+    def __init__(self, legs: dict[str, float], name: str) -> None:
+        self._legs = legs
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+
+    def __exit__(self, *how: object) -> None:
+        self._legs[self._name] = time.monotonic() - self._start
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,4 +206,7 @@ class Prompt:
     """A tokenised prompt: hashed for comparison, and as JSON for both legs."""
 
     tokens: PromptTokens
-    json: bytes
+
+    @property
+    def json(self) -> bytes:
+        return self.tokens.json
