@@ -34,6 +34,11 @@ class Background:
         """Finish ``work`` even if the turn is cancelled meanwhile: half done, it would leak."""
         await asyncio.shield(self.start(work, name))
 
+    @property
+    def closing(self) -> bool:
+        """From now on nothing pauses."""
+        return self._closing.is_set()
+
     async def pause(self, seconds: float) -> None:
         """Sleep, but not on when the proxy is being closed."""
         if seconds > 0:

@@ -137,14 +137,34 @@ class Releases:
     async def send(
         self, model: str, holding: Holding, *, avoid: str = "", pause: float = 0
     ) -> None:
-        """Have a prefill worker tell decode that the blocks are free."""
+        """Have a prefill worker tell decode that the blocks are free.
+
+        While nobody can carry it, it is tried again until the lease is about to end.
+        """
+        ends = time.monotonic() + self._pinned_for(holding)
         await self._background.pause(pause)
         result = await self._sent(model, holding, avoid)
-        if result == _NOBODY:
-            # Nobody can carry it now; the pin outlives most pauses.
-            await self._background.pause(self._settings.pull_pause_seconds)
+        again = self._settings.pull_pause_seconds
+        while result == _NOBODY and time.monotonic() + again < ends and self._pinned(holding):
+            last = self._background.closing
+            await self._background.pause(again)
             result = await self._sent(model, holding, avoid)
+            if last:
+                break
         self._metrics.releases.labels(result).inc()
+
+    def _pinned_for(self, holding: Holding) -> float:
+        """Seconds for which the blocks are certainly still this holding's."""
+        lease = (holding.handle or {}).get("kvloop_lease_seconds")
+        if not isinstance(lease, (int, float)):
+            lease = self._settings.decode_kv_ttl_seconds
+        age = max(0.0, time.time() - holding.kept_at) if holding.kept_at else 0.0
+        return float(lease) - age - self._settings.expiry_margin_seconds
+
+    def _pinned(self, holding: Holding) -> bool:
+        """False when the process that pinned them is gone."""
+        holder = self._pool.get(holding.worker)
+        return holder is not None and holder.epoch == holding.epoch
 
     async def _sent(self, model: str, holding: Holding, avoid: str) -> str:
         """Ask one prefill worker after the other until one has taken it; what came of it.

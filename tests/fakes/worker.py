@@ -738,6 +738,9 @@ class FakeWorker:
             }
         )
 
+    async def _saying(self, request: web.Request, number: int, pieces: int) -> None:
+        """Before each piece of a stream."""
+
     async def _stream(
         self,
         request: web.Request,
@@ -784,6 +787,7 @@ class FakeWorker:
                 return response
             if self.knobs.chunk_delay:
                 await asyncio.sleep(self.knobs.chunk_delay)
+            await self._saying(request, number, len(pieces))
             taken = remaining[sent : sent + len(piece.encode())]
             sent += len(taken)
             await send([choice({"content": piece}, token_ids=taken if ids else None)])

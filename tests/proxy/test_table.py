@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,6 +224,34 @@ async def test_the_private_store_is_a_real_server_that_ends() -> None:
     gone = SessionTable(url, timeout_seconds=0.2)
     assert not await gone.ping()
     await gone.close()
+
+
+_STARTS_A_STORE = """
+import asyncio, signal
+from proxy.session.private_store import PrivateStore
+
+store = PrivateStore()
+print(asyncio.run(store.start()), flush=True)
+signal.pause()
+"""
+
+
+async def test_the_private_store_ends_with_a_proxy_that_is_killed() -> None:
+    """SIGKILL leaves neither a server nor its files."""
+    proxy = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _STARTS_A_STORE), stdout=asyncio.subprocess.PIPE
+    )
+    assert proxy.stdout is not None
+    path = (await proxy.stdout.readline()).decode().strip().removeprefix("unix://")
+    reader, writer = await asyncio.open_unix_connection(path)
+    proxy.kill()
+    async with asyncio.timeout(10):
+        assert await proxy.stdout.read() == b""  # nobody else holds what its output goes to
+        assert await reader.read() == b""  # the server has closed what was connected to it
+        while Path(path).parent.exists():
+            await asyncio.sleep(0.01)
+        await proxy.wait()
+    writer.close()
 
 
 async def test_a_cancelled_operation_ends_its_task(table: SessionTable) -> None:
