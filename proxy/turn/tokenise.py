@@ -118,16 +118,15 @@ UNKNOWN = -1
 """In place of a rendering's index: it cannot be told."""
 
 
-def rendering_used(
-    answers: Sequence[Mapping[str, Any] | None], counted: Mapping[str, Any] | None
-) -> int:
+def rendering_used(answers: Sequence[bytes | None], counted: Mapping[str, Any] | None) -> int:
     """Which of several renderings of one request a worker uses (its index), by its own count of the
-    request's tokens; ``UNKNOWN`` when none has that length, or others have it with other ids."""
+    request's tokens; ``UNKNOWN`` when none has that length, or others have it with other ids.
+    Raises ValueError as ``token_ids``."""
     length = counted.get("input_tokens") if counted else None
     found = {
         index: ids
         for index, each in enumerate(answers)
-        if each and (ids := token_ids(each)) and len(ids) == length
+        if each and (ids := token_ids(each)) and ids.count(b",") + 1 == length
     }
     first = next(iter(found), UNKNOWN)
     return first if all(ids == found[first] for ids in found.values()) else UNKNOWN

@@ -263,12 +263,12 @@ def test_an_answer_that_is_no_object_is_a_failure(answer: bytes) -> None:
 
 def test_a_rendering_is_known_by_its_length_if_no_other_has_it() -> None:
     """Equal ids count as one; a refused rendering and a missing count tell nothing."""
-    one, two, three = ({"token_ids": ids} for ids in ([1, 2], [1, 2, 3], [1, 2, 4]))
+    one, two, three = (b'{"token_ids":[%b]}' % ids for ids in (b"1,2", b"1,2,3", b"1,2,4"))
     assert rendering_used([one, two], {"input_tokens": 3}) == 1
     assert rendering_used([None, two, two], {"input_tokens": 3}) == 1
     assert rendering_used([one, two, three], {"input_tokens": 3}) == UNKNOWN
     assert rendering_used([one, two], {"input_tokens": 4}) == UNKNOWN
-    assert rendering_used([one, {}], None) == UNKNOWN
+    assert rendering_used([one, b"{}"], None) == UNKNOWN
 
 
 def test_identity_precedence_and_separation() -> None:
