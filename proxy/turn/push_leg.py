@@ -76,7 +76,9 @@ class PushLeg:
         Prefill's failures are not raised: the turn is tried once more with a prefill worker, one
         leg after the other, and then decode does it alone.
         """
-        together = plan.together
+        together = plan.together and bool(
+            prefill.push_place
+        )  # a probe may just have seen a restart
         for last in (False, True):
             try:
                 if together:
@@ -168,10 +170,8 @@ class PushLeg:
             if lost is not None and answer.cancelled():
                 raise _PrefillLost(lost)
             answer.result()
-        except asyncio.CancelledError:
-            answer.cancel()
-            raise
         finally:
+            answer.cancel()  # unless it is over: the client has left
             rest = self._see_through(turn, prompt, prefill, decode, place, writes, answer)
             self._parts.background.start(rest, "push")
         self._paired(prefill, decode)
