@@ -48,6 +48,12 @@ ANTHROPIC_TOOLS = [
 RESPONSES_TOOLS = [{"type": "function", "strict": False, **tool} for tool in (WEATHER, CLOCK)]
 
 
+AT_ONCE: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+"""The answer begins at once: the model would think, noise that never ends, before it obeys."""
+CALL, USE = r'"arguments": "(\\n|\\t| )*\{', r'"type": "tool_use"'
+OBJECT = r'": "(\\n|\\t| )*\{'
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """One cell of the table. ``fields`` go into both turns, ``opening`` only into the first,
@@ -62,6 +68,8 @@ class Case:
     """``reuse``, a reason, or the status of a refusal that both give."""
     streams: tuple[bool, ...] = (False, True)
     model: str = MODEL
+    shows: str = ""
+    """A pattern that the answer's JSON must match: else what is tried might not have happened."""
 
     def turns(self, mark: str) -> list[dict[str, Any]]:
         """Both requests; ``mark`` keeps this conversation apart from every other."""
@@ -156,37 +164,70 @@ CASES: tuple[Case, ...] = (
     _chat("prompt text in the answer", last={"return_prompt_text": True}),
     _chat("usage in streams", last={"stream_options": {"include_usage": True}}, streams=(True,)),
     _chat("tools, tool_choice auto", fields={"tools": CHAT_TOOLS}),
-    _chat("tools, tool_choice none", fields={"tools": CHAT_TOOLS, "tool_choice": "none"}),
+    _chat(
+        "tools, tool_choice none", fields={**AT_ONCE, "tools": CHAT_TOOLS, "tool_choice": "none"}
+    ),
     _chat(
         "tools, tool_choice required",
-        fields={"tools": CHAT_TOOLS, "tool_choice": "required", "max_tokens": 60},
+        fields={**AT_ONCE, "tools": CHAT_TOOLS, "tool_choice": "required", "max_tokens": 60},
+        shows=CALL,
+    ),
+    _chat(
+        "parallel tool calls",
+        fields={**AT_ONCE, "tools": CHAT_TOOLS, "tool_choice": "required", "max_tokens": 120},
+        shows=CALL,
     ),
     _chat(
         "tools, named tool",
         fields={
+            **AT_ONCE,
             "tools": CHAT_TOOLS,
             "tool_choice": {"type": "function", "function": {"name": "clock"}},
             "max_tokens": 40,
         },
+        shows=CALL,
     ),
     _chat(
         "parallel tool calls off",
         fields={
+            **AT_ONCE,
             "tools": CHAT_TOOLS,
             "tool_choice": "required",
             "parallel_tool_calls": False,
             "max_tokens": 60,
         },
+        shows=CALL,
     ),
     _chat("tool results", fields={"tools": CHAT_TOOLS}, last={"messages": _after_a_call}),
     _chat("reasoning content", fields={"chat_template_kwargs": {"enable_thinking": True}}),
     _chat("reasoning effort", fields={"reasoning_effort": "low"}),
     _chat("reasoning hidden", last={"include_reasoning": False}),
     _chat("thinking budget", last={"thinking_token_budget": 4}),
-    _chat("JSON object", last={"response_format": {"type": "json_object"}, "max_tokens": 30}),
-    _chat("JSON schema", last={"response_format": _SCHEMA_FORMAT, "max_tokens": 40}),
-    _chat("structured outputs: regex", last={"structured_outputs": {"regex": "[a-c]{6}"}}),
-    _chat("structured outputs: choice", last={"structured_outputs": {"choice": ["yes", "no"]}}),
+    _chat(
+        "JSON object",
+        fields=AT_ONCE,
+        last={"response_format": {"type": "json_object"}, "max_tokens": 30},
+        shows=OBJECT,
+    ),
+    _chat(
+        "JSON schema",
+        fields=AT_ONCE,
+        last={"response_format": _SCHEMA_FORMAT, "max_tokens": 40},
+        shows=OBJECT,
+    ),
+    _chat("JSON schema, after reasoning", last={"response_format": _SCHEMA_FORMAT}),
+    _chat(
+        "structured outputs: regex",
+        fields=AT_ONCE,
+        last={"structured_outputs": {"regex": "[a-c]{6}"}},
+        shows=r'"[a-c]{6}"',
+    ),
+    _chat(
+        "structured outputs: choice",
+        fields=AT_ONCE,
+        last={"structured_outputs": {"choice": ["yes", "no"]}},
+        shows=r'"(yes|no)"',
+    ),
     _chat("logprobs, top_logprobs", last={"logprobs": True, "top_logprobs": 3}),
     _chat("n > 1", last={"n": 2, "seed": 5, "temperature": 0.8}, expect="multiple_choices"),
     _chat("seed", last={"seed": 11, "temperature": 0.9, "top_p": 0.9, "top_k": 20}),
@@ -274,7 +315,11 @@ CASES: tuple[Case, ...] = (
     _text("stop strings", last={"stop": ["a", "e"], "max_tokens": 30}),
     _text("penalties", last={"presence_penalty": 1.5, "frequency_penalty": 1.0}),
     _text("logit_bias", last={"logit_bias": {"1000": 50}}),
-    _text("structured outputs: regex", last={"structured_outputs": {"regex": "[a-c]{6}"}}),
+    _text(
+        "structured outputs: regex",
+        last={"structured_outputs": {"regex": "[a-c]{6}"}},
+        shows=r'"[a-c]{6}"',
+    ),
     _text("token ids in the answer", last={"return_token_ids": True}),
     _text("priority", fields={"priority": 3}),
     _text("LoRA adapter", model=ADAPTER),
@@ -294,15 +339,23 @@ CASES: tuple[Case, ...] = (
     _message("tools, tool_choice auto", fields={"tools": ANTHROPIC_TOOLS}),
     _message(
         "tools, tool_choice any",
-        fields={"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "any"}, "max_tokens": 60},
+        fields={
+            **AT_ONCE,
+            "tools": ANTHROPIC_TOOLS,
+            "tool_choice": {"type": "any"},
+            "max_tokens": 60,
+        },
+        shows=USE,
     ),
     _message(
         "tools, named tool",
         fields={
+            **AT_ONCE,
             "tools": ANTHROPIC_TOOLS,
             "tool_choice": {"type": "tool", "name": "clock"},
             "max_tokens": 40,
         },
+        shows=USE,
     ),
     _message("tool results", fields={"tools": ANTHROPIC_TOOLS}, last={"messages": _after_a_use}),
     _message("thinking, adaptive", last={"thinking": {"type": "adaptive"}}),
@@ -314,6 +367,8 @@ CASES: tuple[Case, ...] = (
     _message("effort", fields={"output_config": {"effort": "low"}}),
     _message(
         "JSON schema",
+        fields=AT_ONCE,
+        shows=OBJECT,
         last={
             "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
             "max_tokens": 40,
@@ -339,19 +394,29 @@ CASES: tuple[Case, ...] = (
     _response("tools, tool_choice auto", fields={"tools": RESPONSES_TOOLS}),
     _response(
         "tools, tool_choice required",
-        fields={"tools": RESPONSES_TOOLS, "tool_choice": "required", "max_output_tokens": 60},
+        fields={
+            **AT_ONCE,
+            "tools": RESPONSES_TOOLS,
+            "tool_choice": "required",
+            "max_output_tokens": 60,
+        },
+        shows=CALL,
     ),
     _response(
         "tools, named tool",
         fields={
+            **AT_ONCE,
             "tools": RESPONSES_TOOLS,
             "tool_choice": {"type": "function", "name": "clock"},
             "max_output_tokens": 40,
         },
+        shows=CALL,
     ),
     _response("tool results", fields={"tools": RESPONSES_TOOLS}, last={"input": _after_an_item}),
     _response(
         "JSON schema",
+        fields=AT_ONCE,
+        shows=OBJECT,
         last={
             "text": {"format": {"type": "json_schema", "name": "dog", "schema": SCHEMA}},
             "max_output_tokens": 40,

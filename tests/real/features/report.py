@@ -73,10 +73,11 @@ def page(results: Results) -> str:
     parts = [
         "# Compatibility\n\nEach cell was measured on a real pair by `make features`: the second "
         "turn of a conversation went through kvloop and to one plain vLLM 0.32.0 worker, and the "
-        "answers were compared field by field (ids, times and fingerprints aside; "
-        "log-probabilities to 0.002). *same* means no field differed; what follows says where the "
-        "history came from, or why one worker did it all. A refusal that the plain worker tells "
-        "inside a stream counts as the refusal that it is; kvloop answers it with its status.\n\n"
+        "answers were compared field by field (ids, times, fingerprints and, in streams, the count "
+        "of reasoning tokens aside; log-probabilities to 0.002). *same* means no field differed; "
+        "what follows says where the history came from, or why one worker did it all. A refusal "
+        "that the plain worker tells inside a stream counts as the refusal that it is; kvloop "
+        "answers it with its status.\n\n"
         f"{len(cells)} answers, {different} different.\n"
     ]
     for route, rows in routes.items():

@@ -8,7 +8,9 @@ history comes from decode, and to a worker that computes everything itself. One 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from tests.real.features import report
 from tests.real.features.answers import assembled, cached_tokens, comparable, differences
 from tests.real.features.cases import (
     ANTHROPIC_TOOLS,
+    AT_ONCE,
     CASES,
     CHAT_TOOLS,
     RESPONSES_TOOLS,
@@ -166,6 +169,7 @@ def test_the_answer_is_a_plain_workers(
         else:
             assert each.differences == []
         cell = each.cell
+        assert re.search(case.shows, json.dumps(each.answer)), each.answer
         if case.expect.isdigit():
             assert status == int(case.expect)
         elif case.expect == REUSED:
@@ -215,7 +219,7 @@ async def spoken_through_the_sdks(url: str) -> dict[str, Any]:
         {"role": "user", "content": "What did Rex say then?"},
     ]
     said: dict[str, Any] = {}
-    common: dict[str, Any] = {"model": MODEL, "extra_body": {"temperature": 0}}
+    common: dict[str, Any] = {"model": MODEL, "extra_body": {"temperature": 0, **AT_ONCE}}
     async with (
         openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as one,
         anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as other,
