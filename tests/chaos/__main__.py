@@ -51,11 +51,6 @@ def main() -> int:
         print(f"\n{part}", flush=True)
         asyncio.run(_played(part, chosen, results))
         print("\n" + results.section(part), flush=True)
-        if chosen.logs:
-            results.write(chosen.logs / "chaos.json")
-        if file:
-            results.write(file)
-            chosen.report.write_text(results.document())
     return 1 if any(results.complaints(part) for part in parts) else 0
 
 
@@ -66,12 +61,23 @@ async def _played(part: str, chosen: argparse.Namespace, results: report.Results
 
         found = await wedge.play(chosen.seed, chosen.logs)
         results.add_wedge(found, seed=chosen.seed, seconds=time.monotonic() - began)
+        _write(chosen, results)
         return
     async with aclosing(_rows(part, chosen)) as rows:
         async for row in rows:
             seconds, began = time.monotonic() - began, time.monotonic()
             results.add_row(part, row, seed=chosen.seed, seconds=seconds)
+            # At once: what is cut short later has still been played.
+            _write(chosen, results)
             report.say(row)
+
+
+def _write(chosen: argparse.Namespace, results: report.Results) -> None:
+    if chosen.logs:
+        results.write(chosen.logs / "chaos.json")
+    if chosen.report:
+        results.write(chosen.report.with_suffix(".json"))
+        chosen.report.write_text(results.document())
 
 
 async def _rows(part: str, chosen: argparse.Namespace) -> AsyncGenerator[Row, None]:
