@@ -15,7 +15,7 @@ INSTALL := requirements/install.sh
 
 .DEFAULT_GOAL := help
 .PHONY: help up down status chat env env-fast tools test test-fast lint bench bench-reuse bench-routes bench-fleet \
-	bench-lookup bench-relay bench-metrics bench-retention differential features soak chaos wedge clean
+	bench-lookup bench-relay bench-metrics bench-retention differential features soak chaos wedge audit clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -104,6 +104,9 @@ chaos: env ## Kill, hang and restart every part under load, then a verdict (half
 
 wedge: env ## 500 one-shot requests on a decode worker of 24 blocks (minutes)
 	@exec $(BIN)/python -m tests.chaos wedge $(ARGS)
+
+audit: ## Look the pinned dependencies up in a vulnerability database (needs the network)
+	@exec bash requirements/audit.sh "$(PYTHON)" "$(VENV)/audit" $(ARGS)
 
 clean: ## Stop the stack; remove the environment, built models, logs and caches
 	@if [ -x $(BIN)/kvloop ]; then $(BIN)/kvloop down; fi

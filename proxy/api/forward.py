@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import orjson
 
 from proxy import log
 from proxy.api.callers import Callers
+from proxy.api.forms import check_form
 from proxy.api.generate import request_id_of, salt
 from proxy.api.http import (
     ClientGone,
@@ -30,7 +31,7 @@ from proxy.api.http import (
 )
 from proxy.api.stalls import ClientStalled, StallWatch
 from proxy.api.validate import parse_object
-from proxy.dialects.base import unserved
+from proxy.dialects.base import parsed, unserved
 from proxy.dialects.responses import worker_of
 from proxy.errors import (
     ClientError,
@@ -173,8 +174,7 @@ class ForwardRoutes:
             return self._stored_response(scope, match, caller)
         if path in FORM_ROUTES:
             kind = _header(scope, b"content-type")
-            if not kind.startswith("multipart/form-data"):
-                raise ClientError("The request body must be multipart/form-data.", status=415)
+            check_form(kind, data)
             return _Call("POST", path, data, kind)
         body = wire.client_fields(parse_object(data))
         check_flags(body)
@@ -213,7 +213,10 @@ class ForwardRoutes:
             first_byte_timeout=settings.first_byte_timeout_seconds,
         ) as (status, content_type, pieces):
             first = True
-            async for piece in pieces(settings.chunk_timeout_seconds):
+            arriving = pieces(settings.chunk_timeout_seconds)
+            if call.worker and content_type.startswith("application/json"):
+                arriving = _as_the_client_saw_it(arriving)
+            async for piece in arriving:
                 if first and status == 404 and b'"error"' not in piece:
                     parts = unserved(404)
                     raise ClientError(parts.message, status=404, type=parts.type, code=parts.code)
@@ -224,6 +227,13 @@ class ForwardRoutes:
             if first:
                 await response.begin(content_type, {"X-Request-Id": request_id}, status)
             await response.write(b"", last=True)
+
+
+async def _as_the_client_saw_it(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """A stored response whole, without the handle that its worker stored with it."""
+    data = b"".join([piece async for piece in pieces])
+    response = parsed(data)
+    yield data if response is None else orjson.dumps(wire.without_transfer(response))
 
 
 def check_flags(body: Mapping[str, Any]) -> None:

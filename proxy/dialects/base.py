@@ -27,10 +27,14 @@ class Dialect:
     path: ClassVar[str]
     render_path: ClassVar[str] = ""
     """Route that gives this request's token ids; empty where there is none."""
+    count_path: ClassVar[str] = ""
+    """Route that counts a request's prompt tokens; only where a request has several renderings."""
     length_fields: ClassVar[tuple[str, ...]] = ("max_tokens",)
     """Fields that limit the answer's length, all set to 1 when prefill takes the client's body."""
     only_decode: ClassVar[tuple[str, ...]] = wire.ONLY_DECODE
     """Fields that prefill must not see when it takes the client's body."""
+    returns_ids: ClassVar[bool] = True
+    """Has the route a field that asks for the answer's token ids?"""
 
     last_events: ClassVar[tuple[bytes, ...]] = (TURN_EVENT_PREFIX, b"data: [DONE]")
     """Starts of the events that follow the answer's last piece."""
@@ -49,16 +53,28 @@ class Dialect:
         """May it hold anything but text? Equal ids would then not mean equal KV."""
         raise NotImplementedError
 
+    def cuts_prompt(self, body: Mapping[str, Any]) -> bool:
+        """May the worker leave a part of the prompt out? What is left can then depend on how long
+        the answer may be, and prefill is asked for one token."""
+        return any(
+            body.get(field) is not None for field in ("truncate_prompt_tokens", "truncation_side")
+        )
+
     def given_ids(self, body: Mapping[str, Any]) -> list[int] | None:
         """The prompt's token ids if the request itself has them."""
         return None
 
     def render_requests(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """Bodies for ``render_path``. When there are several the ids count only if all agree."""
+        """Bodies for ``render_path``. Several: a worker uses one of them, and which one is learnt
+        from ``render_probe`` (``turn/renderings.py``)."""
         leg = wire.client_fields(body)
         leg.pop("stream", None)
         leg.pop("stream_options", None)  # alone it would be refused
         return [leg]
+
+    def render_probe(self, model: str) -> dict[str, Any]:
+        """A small request with all the renderings that any has, for both routes."""
+        raise NotImplementedError
 
     def tokenize_request(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
         """Body for ``/tokenize``, or None when it cannot express this request."""
@@ -73,13 +89,25 @@ class Dialect:
 
     # The workers' request bodies.
 
-    def prefill_body(self, body: dict[str, Any], transfer: Mapping[str, Any]) -> bytes:
-        """Prefill leg when the ids are unknown: prefill renders the client's own request."""
+    def shared_fields(self, caller: Caller, worker: str) -> dict[str, Any]:
+        """Fields that both legs must have alike for vLLM to give them one request id, beside the
+        header ``X-Request-Id``. ``worker``: decode's name."""
+        return {}
+
+    def prefill_body(
+        self,
+        body: dict[str, Any],
+        transfer: Mapping[str, Any],
+        shared: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """Prefill leg on the client's own route, with the ids in ``transfer`` or, where they are
+        unknown, such that prefill renders the client's own request."""
         leg = {k: v for k, v in wire.client_fields(body).items() if k not in self.only_decode}
         for field in self.length_fields:
             leg[field] = 1
         leg["stream"] = False
         leg["kv_transfer_params"] = transfer
+        leg.update(shared or {})
         return orjson.dumps(leg)
 
     def decode_body(
@@ -93,18 +121,23 @@ class Dialect:
         append: bool,
         caller: Caller,
         worker: str,
+        shared: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """Decode leg, see ``wire.decode_leg``."""
-        return orjson.dumps(
-            wire.decode_leg(
-                body,
-                handle,
-                ids_json=ids_json,
-                lease_seconds=lease_seconds,
-                ask_ids=ask_ids,
-                append=append,
-            )
+        """Decode leg, see ``wire.decode_leg``. ``shared``: ``shared_fields`` of a push turn."""
+        leg = wire.decode_leg(
+            body,
+            handle,
+            ids_json=ids_json,
+            lease_seconds=lease_seconds,
+            ask_ids=ask_ids and self.returns_ids,
+            append=append,
         )
+        self.adapt_decode_leg(leg, caller, worker)
+        leg.update(shared or {})
+        return orjson.dumps(leg)
+
+    def adapt_decode_leg(self, leg: dict[str, Any], caller: Caller, worker: str) -> None:
+        """Change decode's leg, in place, to what the route wants; ``worker`` will get it."""
 
     # A whole answer.
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import orjson
-
 from proxy.dialects import checks
 from proxy.dialects.base import Dialect, is_done, only_choice
 from proxy.session.identity import Caller
-from proxy.turn import wire
 from proxy.turn.planner import may_split
 from proxy.turn.reasons import Reason
 
@@ -59,34 +56,26 @@ class Completions(Dialect):
 
     def given_ids(self, body: Mapping[str, Any]) -> list[int] | None:
         prompt = body["prompt"]
-        return prompt if isinstance(prompt, list) and not _cut(body) else None
+        return prompt if isinstance(prompt, list) and not self._remade(body) else None
 
     def tokenize_request(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
-        if _cut(body) or not isinstance(body["prompt"], str):
+        if self._remade(body) or not isinstance(body["prompt"], str):
             return None
         leg = {"model": body["model"], "prompt": body["prompt"]}
         if body.get("add_special_tokens") is not None:
             leg["add_special_tokens"] = body["add_special_tokens"]
         return leg
 
-    def decode_body(
-        self,
-        body: dict[str, Any],
-        handle: Mapping[str, Any] | None,
-        *,
-        ids_json: bytes | None,
-        lease_seconds: float,
-        ask_ids: bool,
-        append: bool,
-        caller: Caller,
-        worker: str,
-    ) -> bytes:
-        leg = wire.decode_leg(
-            body, handle, ids_json=None, lease_seconds=lease_seconds, ask_ids=ask_ids, append=append
-        )
-        if (handle is not None or append) and ids_json is not None:
-            leg["prompt"] = orjson.Fragment(ids_json)
-        return orjson.dumps(leg)
+    def _remade(self, body: Mapping[str, Any]) -> bool:
+        """Does the worker make another prompt of the given one? It is cut, or put around a suffix
+        with the marks of a model that fills in the middle; ids of the given text are then wrong."""
+        return body.get("suffix") is not None or self.cuts_prompt(body)
+
+    def adapt_decode_leg(self, leg: dict[str, Any], caller: Caller, worker: str) -> None:
+        """The route ignores ids among the transfer parameters and takes them as its prompt."""
+        ids = leg.get("kv_transfer_params", {}).pop("prompt_token_ids", None)
+        if ids is not None:
+            leg["prompt"] = ids
 
     def carries_content(self, data: bytes) -> bool:
         if is_done(data):
@@ -103,13 +92,6 @@ def _is_prompt(value: Any) -> bool:
     if type(value[0]) is int:
         return checks.token_ids(value)
     return all(isinstance(each, str) for each in value) or all(map(checks.token_ids, value))
-
-
-def _cut(body: Mapping[str, Any]) -> bool:
-    """Does the worker cut the prompt itself?"""
-    return any(
-        body.get(field) is not None for field in ("truncate_prompt_tokens", "truncation_side")
-    )
 
 
 COMPLETIONS = Completions()

@@ -41,6 +41,7 @@ _FIELDS: dict[str, checks.Rule] = {
     "tools": (checks.objects, "must be an array of objects"),
     "tool_choice": checks.OBJECT,
 }
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _STOP_EVENT = b"event: message_stop\n"
 
 
@@ -50,6 +51,7 @@ class Messages(Dialect):
     name: ClassVar[str] = "messages"
     path: ClassVar[str] = "/v1/messages"
     render_path: ClassVar[str] = "/v1/messages/render"
+    count_path: ClassVar[str] = "/v1/messages/count_tokens"
     only_decode: ClassVar[tuple[str, ...]] = (*wire.ONLY_DECODE, "stop_sequences")
 
     last_events: ClassVar[tuple[bytes, ...]] = (
@@ -77,14 +79,23 @@ class Messages(Dialect):
 
     def render_requests(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """With thinking switched off the route asks the template for effort "none" or "low",
-        whichever works for the model; the render route always says "none"."""
-        legs = super().render_requests(body)
+        whichever works for the model, or for the one that was set when the worker was started; the
+        render route always says "none"."""
+        leg = super().render_requests(body)[0]
         thinking = body.get("thinking")
-        if isinstance(thinking, dict) and thinking.get("type") == "disabled":
-            low = {key: value for key, value in legs[0].items() if key != "thinking"}
-            low["output_config"] = {**(body.get("output_config") or {}), "effort": "low"}
-            legs.append(low)
-        return legs
+        if not isinstance(thinking, dict) or thinking.get("type") != "disabled":
+            return [leg]
+        bare = {key: value for key, value in leg.items() if key != "thinking"}
+        config = body.get("output_config") or {}
+        return [leg] + [{**bare, "output_config": {**config, "effort": each}} for each in _EFFORTS]
+
+    def render_probe(self, model: str) -> dict[str, Any]:
+        return {
+            "model": model,
+            "max_tokens": 1,
+            "messages": [{"role": "user", "content": "Hi"}],
+            "thinking": {"type": "disabled"},
+        }
 
     def client_answer(self, body: Mapping[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
         # The route leaves out what is null.

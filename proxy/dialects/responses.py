@@ -62,6 +62,7 @@ class Responses(Dialect):
     render_path: ClassVar[str] = "/v1/responses/render"
     length_fields: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
     only_decode: ClassVar[tuple[str, ...]] = (*wire.ONLY_DECODE, "include", "store", "request_id")
+    returns_ids: ClassVar[bool] = False
 
     last_events: ClassVar[tuple[bytes, ...]] = (
         b"event: response.output_text.done\n",
@@ -91,36 +92,26 @@ class Responses(Dialect):
     def has_media(self, body: Mapping[str, Any]) -> bool:
         return any(map(_holds_media, dicts(body["input"])))
 
+    def cuts_prompt(self, body: Mapping[str, Any]) -> bool:
+        return body.get("truncation") not in (None, "disabled")
+
     def bound_to(self, body: Mapping[str, Any], caller: Caller, decodes: list[str]) -> str:
         named = body.get("previous_response_id")
         return worker_of(str(named), caller, decodes) if named else ""
 
-    def prefill_body(self, body: dict[str, Any], transfer: Mapping[str, Any]) -> bytes:
-        return super().prefill_body({**body, "store": False}, transfer)
+    def shared_fields(self, caller: Caller, worker: str) -> dict[str, Any]:
+        return {"request_id": new_response_id(caller, worker)}  # here the id is in the body
 
-    def decode_body(
+    def prefill_body(
         self,
         body: dict[str, Any],
-        handle: Mapping[str, Any] | None,
-        *,
-        ids_json: bytes | None,
-        lease_seconds: float,
-        ask_ids: bool,
-        append: bool,
-        caller: Caller,
-        worker: str,
+        transfer: Mapping[str, Any],
+        shared: Mapping[str, Any] | None = None,
     ) -> bytes:
-        # The route has no field that asks for ids.
-        leg = wire.decode_leg(
-            body,
-            handle,
-            ids_json=ids_json,
-            lease_seconds=lease_seconds,
-            ask_ids=False,
-            append=append,
-        )
+        return super().prefill_body({**body, "store": False}, transfer, shared)
+
+    def adapt_decode_leg(self, leg: dict[str, Any], caller: Caller, worker: str) -> None:
         leg["request_id"] = new_response_id(caller, worker)
-        return orjson.dumps(leg)
 
     def ending_of_answer(self, body: Mapping[str, Any], answer: Mapping[str, Any]) -> wire.Ending:
         return wire.ending_of_answer({}, answer)

@@ -49,8 +49,10 @@ class Background:
                 pass
 
     async def close(self) -> None:
-        """Let what is under way finish, for a moment."""
+        """Let what is under way, and what it starts, finish, for a moment."""
         self._closing.set()
-        if self.tasks:
-            await asyncio.wait(self.tasks, timeout=_CLOSE_SECONDS)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _CLOSE_SECONDS
+        while self.tasks and (left := until - loop.time()) > 0:
+            await asyncio.wait(self.tasks, timeout=left)
         await end(list(self.tasks))

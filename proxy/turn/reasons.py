@@ -52,7 +52,8 @@ class Reason(StrEnum):
     MEDIA = "media"
     """Messages hold images or other media: equal token ids do not mean equal KV."""
     NOT_TOKENISED = "not_tokenised"
-    """The worker could not say which token ids this request has, so nothing can be verified."""
+    """The worker could not say which token ids this request has, so nothing can be verified. If the
+    worker cuts the prompt itself (``truncate_prompt_tokens``), decode serves the turn alone."""
     UNCUTTABLE = "uncuttable"
     """Cutting is needed and not possible: several KV-cache groups, or unknown block size."""
     DECODE_RESTARTED = "decode_restarted"
@@ -66,6 +67,18 @@ class Reason(StrEnum):
     COLD_CHEAPEST = "cold_cheapest"
     """Prefill is expected to have the prompt computed before it could pull; the handle was
     released."""
+
+    # Workers that push: nothing flows back.
+    PUSH_ONE_WAY = "push_one_way"
+    """The workers run NixlPushConnector: prefill writes into decode, and both start together. vLLM
+    refuses bidirectional transfer there, so no history can flow back and nothing is kept."""
+    PUSH_IN_TURN = "push_in_turn"
+    """The same, but decode starts when prefill has answered: where this prefill worker's writes
+    come from is not known yet, it has several engines, it failed lately, or decode has a queue; or
+    ``push_together`` is off."""
+    PUSH_FOUND = "push_found"
+    """Prefill's answer was the first to say that it pushes, and decode cannot pair with it: decode
+    computed the prompt itself. Once for each start of a prefill worker without /server_info."""
 
     # Performed differently from the plan.
     PULL_FAILED = "pull_failed"

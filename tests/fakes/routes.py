@@ -22,8 +22,13 @@ def text_ids(prompt: str) -> list[int]:
     return [TEXT_START, *prompt.encode()]
 
 
-def chat_of_messages(body: dict[str, Any]) -> dict[str, Any]:
-    """An Anthropic request as the chat request that the fake's template takes."""
+_WIDTHS = {"low": 1, "medium": 2, "high": 3, "xhigh": 4, "max": 4}
+"""The fake's template shows the effort: all at different lengths, but for the last two."""
+
+
+def chat_of_messages(body: dict[str, Any], disabled: str = "none") -> dict[str, Any]:
+    """An Anthropic request as the chat request that the fake's template takes. ``disabled``: the
+    effort that stands for thinking switched off."""
     messages: list[dict[str, Any]] = []
     system = body.get("system")
     if system:
@@ -38,9 +43,10 @@ def chat_of_messages(body: dict[str, Any]) -> dict[str, Any]:
         messages.append({"role": message["role"], "content": content})
     effort = (body.get("output_config") or {}).get("effort")
     if (body.get("thinking") or {}).get("type") == "disabled":
-        effort = "none"
+        effort = disabled
     if effort:
-        messages.append({"role": "system", "content": f"effort {effort}"})
+        shown = f"effort {effort}".ljust(20 + _WIDTHS.get(effort, 0), ".")
+        messages.append({"role": "system", "content": shown})
     return {"messages": messages, "tools": body.get("tools")}
 
 
@@ -230,7 +236,7 @@ async def response(
             "kv_transfer_params": worker.described(params, handle, prompt, output),
         }
         if body.get("store", True):
-            worker.stored_responses[made["id"]] = {**made, "kv_transfer_params": None}
+            worker.stored_responses[made["id"]] = made  # with the handle, as vLLM does
         return made
 
     if not body.get("stream"):

@@ -205,14 +205,36 @@ async def test_without_ids_prefill_renders_the_request_itself(
 
 
 @both
-async def test_thinking_switched_off_is_reused_only_when_both_renderings_agree(
-    serving: Serving, stream: bool
+@pytest.mark.parametrize("effort", ["none", "low", "medium"])
+async def test_thinking_switched_off_is_rendered_as_the_worker_does(
+    serve: Serve, stream: bool, effort: str
 ) -> None:
-    """The route asks the template for effort none or low; which one cannot be seen from here."""
+    """The route asks the template for an effort that the render route does not show. A small
+    request, once for each worker, tells which; then a turn has one rendering, and is reused."""
+    serving = await serve()
+    for worker in (serving.prefill, serving.decode):
+        worker.knobs.disabled_effort = effort
     off = {"type": "disabled"}
-    answer = await ask(serving, MESSAGES, [LONG], stream=stream, thinking=off)
-    assert answer.reason == "not_tokenised"  # the fake's template shows the effort
-    assert len(serving.prefill.bodies("/v1/messages/render")) == 2
+    for said in ([LONG], [LONG, "Fine.", "Go on."], [LONG, "Fine.", "Go on.", "Fine.", "On."]):
+        answer = await ask(serving, MESSAGES, said, stream=stream, thinking=off, temperature=1)
+        ids = serving.decode.bodies("/v1/messages")[-1]["kv_transfer_params"]["prompt_token_ids"]
+        assert f"effort {effort}".encode() in bytes(each for each in ids if each < 256)
+    assert (answer.route, answer.reason) == ("prefill-with-pull", "history_cut")
+    assert len(serving.prefill.bodies("/v1/messages/count_tokens")) == 1
+    rendered = serving.prefill.bodies("/v1/messages/render")
+    assert len([body for body in rendered if LONG in str(body)]) == 3
+    assert serving.cluster.faults == []
+
+
+@both
+async def test_a_rendering_that_cannot_be_told_is_not_used(serve: Serve, stream: bool) -> None:
+    """Two efforts whose prompts are equally long, say: prefill renders the request itself."""
+    serving = await serve()
+    serving.prefill.knobs.disabled_effort = "max"  # the prompt is as long as with "xhigh"
+    for _ in range(2):
+        answer = await ask(serving, MESSAGES, [LONG], stream=stream, thinking={"type": "disabled"})
+        assert answer.reason == "not_tokenised"
+    assert len(serving.prefill.bodies("/v1/messages/count_tokens")) == 1
 
 
 @both
@@ -224,6 +246,49 @@ async def test_several_prompts_go_to_decode_alone(serving: Serving, stream: bool
         )
         assert (answer.route, answer.reason) == ("decode-only", "multiple_prompts")
         assert serving.decode.bodies("/v1/completions")[-1]["prompt"] == prompt
+
+
+@both
+async def test_a_suffix_is_left_to_the_workers(serving: Serving, stream: bool) -> None:
+    """They put it into the prompt with the model's own marks, or refuse: both get the text."""
+    for prompt in (LONG, list(range(1, 99))):
+        fields = {"model": MODEL, "prompt": prompt, "suffix": "the end", "stream": stream}
+        answer = await serving.post(fields, path="/v1/completions")
+        assert (answer.route, answer.reason) == ("cold-prefill", "not_tokenised")
+        for worker in (serving.prefill, serving.decode):
+            leg = worker.bodies("/v1/completions")[-1]
+            assert (leg["prompt"], leg["suffix"]) == (prompt, "the end")
+            assert "prompt_token_ids" not in leg["kv_transfer_params"]
+    assert serving.prefill.bodies("/tokenize") == []
+
+
+@both
+@pytest.mark.parametrize(
+    ("speaker", "cut"),
+    [
+        (CHAT, {"truncate_prompt_tokens": -1}),
+        (COMPLETIONS, {"truncate_prompt_tokens": 50}),
+        (RESPONSES, {"truncation": "auto"}),
+    ],
+    ids=repr,
+)
+async def test_a_prompt_that_two_workers_might_cut_differently_is_served_by_one(
+    serve: Serve, speaker: Speaker, cut: dict[str, Any], stream: bool
+) -> None:
+    """Where a cut ends can depend on how long the answer may be, and prefill's has one token:
+    decode would read KV of other tokens. Ids that are cut already are safe."""
+    serving = await serve()
+    if speaker is not COMPLETIONS:  # which has no render route
+        answer = await ask(serving, speaker, [LONG], stream=stream, **cut)
+        assert answer.route == "cold-prefill"
+    for worker in (serving.prefill, serving.decode):
+        worker.knobs.render = False
+    served = len(serving.prefill.bodies("/v1/completions"))
+    answer = await ask(serving, speaker, [LONG, "Fine.", "Go on."], stream=stream, **cut)
+    assert (answer.route, answer.reason) == ("decode-only", "not_tokenised")
+    assert len(serving.prefill.bodies("/v1/completions")) == served
+    assert serving.prefill.bodies(speaker.path) == [] or speaker is COMPLETIONS
+    assert serving.decode.bodies(speaker.path)[-1].items() >= cut.items()
 
 
 @both
@@ -269,7 +334,8 @@ async def test_a_previous_response_is_found_where_it_is(serve: Serve, stream: bo
         )
         assert (answer.status, answer.reason) == (200, "previous_response")
         stored = await serving.get(f"/v1/responses/{whole['id']}")
-        assert stored.json["output"] == whole["output"]
+        assert stored.json == whole  # the worker stores it with the handle and the ids
+        assert stored.json["kv_transfer_params"] is None
     assert sum(bool(decode.stored_responses) for decode in serving.decodes) > 1
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
+from proxy.api.forms import check_form
 from proxy.api.forward import JSON_ROUTES, ForwardRoutes
+from proxy.errors import ClientError
 from tests.fakes.worker import MODEL
 from tests.proxy.conftest import Serve, Serving
 
@@ -60,6 +62,84 @@ async def test_a_form_with_a_file_passes(serving: Serving) -> None:
     assert serving.decode.bodies("/v1/audio/transcriptions")[0]["model"] == MODEL
     answer = await serving.post({"model": MODEL}, path="/v1/audio/transcriptions")
     assert answer.status == 415
+
+
+@pytest.mark.parametrize("field", ["kv_transfer_params", "vllm_xargs", "file"])
+async def test_a_form_cannot_carry_transfer_parameters(serving: Serving, field: str) -> None:
+    """vLLM merges the form field vllm_xargs into what names other workers' blocks."""
+    url = serving.url + "/v1/audio/transcriptions"
+    for value, status in (
+        ('{"kv_transfer_params": "x"}', 400),
+        ('{"a": 1, "ec_transfer_\\u0070arams": "x"}', 400),
+        ('{"top_k": 3}', 400 if field == "kv_transfer_params" else 200),
+    ):
+        form = aiohttp.FormData(default_to_multipart=True)
+        form.add_field(field, value, **({"filename": "a.wav"} if field == "file" else {}))
+        form.add_field("model", MODEL)
+        async with serving.session.post(url, data=form) as response:
+            assert response.status == (200 if field == "file" else status), value
+            if response.status == 400:
+                assert (await response.json())["error"]["param"].startswith(field)
+    assert len(serving.decode.requests) == {"kv_transfer_params": 0, "vllm_xargs": 1}.get(field, 3)
+
+
+def form(*parts: bytes, end: bytes = b"--B--\r\n") -> bytes:
+    return b"".join(b"--B\r\n" + part + b"\r\n" for part in parts) + end
+
+
+PLAIN = b'Content-Disposition: form-data; name="model"\r\n\r\nm'
+
+
+def test_forms_as_clients_write_them_pass() -> None:
+    """Names of files in every form that clients use, any bytes in them, other headers beside."""
+    check_form("multipart/form-data; boundary=B", form(PLAIN))
+    check_form('multipart/form-data;boundary="B"', form(PLAIN, end=b"--B--"))
+    for filename in (b'"a b.wav"', b'"a\\"b.wav"', b'"%22.wav"', '"\u00e9.wav"'.encode()):
+        part = b'content-disposition: form-data; name="file"; filename=' + filename
+        check_form(
+            "multipart/form-data; boundary=B",
+            form(b"Content-Type: audio/wav\r\n" + part + b"\r\n\r\n\x00\r\n--A\r\n\r\n", PLAIN),
+        )
+    starred = b"Content-Disposition: form-data; name=\"file\"; filename*=utf-8''%C3%A9.wav\r\n\r\n1"
+    check_form("multipart/form-data; boundary=B", form(starred))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"x" + form(PLAIN),
+        form(PLAIN, end=b""),
+        form(PLAIN, end=b"--B\r\n"),
+        form(PLAIN) + form(PLAIN),
+        form(b"\r\n\r\nm"),
+        form(b'Content-Disposition: form-data; name="model"'),
+        form(b"Content-Type: text/plain\r\n\r\nm"),
+        form(b'Content-Disposition: form-data; name="a"; name="vllm_xargs"\r\n\r\n{}'),
+        form(b'Content-Disposition: form-data; name="vllm\\_xargs"\r\n\r\n{}'),
+        form(b"Content-Disposition: form-data; name*=utf-8''vllm_%78args\r\n\r\n{}"),
+        form(b'Content-Disposition: form-data; name="a"\r\nContent-Disposition: b\r\n\r\n{}'),
+        form(b'Content-Disposition: form-data;\r\n name="a"\r\n\r\n{}'),
+        form(b'Content-Disposition: form-data; filename="x"; name="vllm_xargs"\r\n\r\n{}'),
+    ],
+)
+def test_forms_that_could_be_read_in_two_ways_are_refused(body: bytes) -> None:
+    """Else the worker might see a field that the proxy did not."""
+    with pytest.raises(ClientError, match="form") as refused:
+        check_form("multipart/form-data; boundary=B", body)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["", "application/json", "multipart/form-data", "multipart/form-data; boundary=",
+     "multipart/form-data; boundary=B; boundary=C", "multipart/form-data; x=1; boundary=B"],
+)  # fmt: skip
+def test_forms_without_one_plain_boundary_are_refused(kind: str) -> None:
+    """415: which parts there are depends on it."""
+    with pytest.raises(ClientError) as refused:
+        check_form(kind, form(PLAIN))
+    assert refused.value.status == 415
 
 
 @pytest.mark.parametrize(

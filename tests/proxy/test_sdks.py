@@ -113,6 +113,41 @@ async def test_anthropic_messages(
     assert counted.input_tokens > len(LONG)
 
 
+async def test_anthropic_messages_as_agents_send_them(
+    anthropic_client: anthropic.AsyncAnthropic, keyed: Serving
+) -> None:
+    """Beta routes are the same paths with a query; system blocks with cache marks; a bearer token
+    instead of a key. Two sub-agents that share tools and system prompt keep their histories."""
+    agent = anthropic_client.with_options(
+        api_key=None, auth_token=KEY, default_headers={"X-Api-Key": anthropic.Omit()}
+    )
+    system = [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}]
+    common = {
+        "model": MODEL,
+        "max_tokens": 50,
+        "system": system,
+        "betas": ["context-1m-2025-08-07"],
+        "metadata": {"user_id": "u_session_1"},
+    }
+    talks = [[{"role": "user", "content": f"{name}: {LONG}"}] for name in ("one", "two")]
+    for turn in range(3):
+        for said in talks:
+            async with agent.beta.messages.stream(messages=said, **common) as stream:  # type: ignore
+                assert (await stream.get_final_message()).content[0].text == "Fine."  # type: ignore
+            said += [
+                {"role": "assistant", "content": "Fine."},
+                {"role": "user", "content": f"Go on, {turn}."},
+            ]
+    counted = await agent.beta.messages.count_tokens(
+        model=MODEL,
+        messages=talks[0],  # type: ignore
+        system=system,  # type: ignore
+    )
+    assert counted.input_tokens > 2 * len(LONG)
+    assert keyed.cluster.pulls == 4
+    assert keyed.cluster.faults == []
+
+
 async def drained(stream: AsyncIterator[object]) -> None:
     async for _ in stream:
         pass

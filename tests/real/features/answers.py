@@ -26,11 +26,18 @@ def assembled(route: str, text: str, *, streamed: bool) -> Any:
     """A whole answer, or a stream's content as one."""
     if not streamed:
         return json.loads(text)
-    if route == "/v1/messages":
-        return _messages(events(text))
-    if route == "/v1/responses":
-        return _response(events(text))
-    return _choices(events(text))
+    put_together = {"/v1/messages": _messages, "/v1/responses": _response}.get(route, _choices)
+    return _without(put_together(events(text)), "reasoning_tokens")
+
+
+def _without(value: Any, key: str) -> Any:
+    """vLLM counts reasoning tokens in a stream by its pieces, and how many tokens come in one
+    depends on the machine's load: one and the same worker says 39 or 40."""
+    if isinstance(value, list):
+        return [_without(each, key) for each in value]
+    if isinstance(value, dict):
+        return {name: _without(each, key) for name, each in value.items() if name != key}
+    return value
 
 
 def _choices(chunks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,9 +1,4 @@
-"""What is tried: one case for each feature of each route.
-
-``prompt_logprobs``, and ``echo`` of a chat, which asks for it too, are not among them: with
-adapters enabled, ``prompt_logprobs`` ended the engine of vLLM 0.32.0 (CPU), of the plain worker as
-well. That both go to decode alone is tested with fakes.
-"""
+"""What is tried: one case for each feature of each route."""
 
 from __future__ import annotations
 
@@ -53,18 +48,28 @@ ANTHROPIC_TOOLS = [
 RESPONSES_TOOLS = [{"type": "function", "strict": False, **tool} for tool in (WEATHER, CLOCK)]
 
 
+AT_ONCE: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+"""The answer begins at once: the model would think, noise that never ends, before it obeys."""
+CALL, USE = r'"arguments": "(\\n|\\t| )*\{', r'"type": "tool_use"'
+OBJECT = r'": "(\\n|\\t| )*\{'
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One cell of the table. ``fields`` go into both turns; ``last`` only into the second."""
+    """One cell of the table. ``fields`` go into both turns, ``opening`` only into the first,
+    ``last`` only into the second; a function there is given what it replaces and what was said."""
 
     route: str
     feature: str
     fields: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
+    opening: dict[str, Any] = field(default_factory=dict)
     expect: str = REUSED
     """``reuse``, a reason, or the status of a refusal that both give."""
     streams: tuple[bool, ...] = (False, True)
     model: str = MODEL
+    shows: str = ""
+    """A pattern that the answer's JSON must match: else what is tried might not have happened."""
 
     def turns(self, mark: str) -> list[dict[str, Any]]:
         """Both requests; ``mark`` keeps this conversation apart from every other."""
@@ -83,11 +88,13 @@ class Case:
             name = "input" if self.route == "/v1/responses" else "messages"
             first, grown = {name: start}, {name: start + more}
             limit = "max_output_tokens" if self.route == "/v1/responses" else "max_tokens"
-        lengths = {limit: 12}
-        last = {**lengths, **common, **grown}
-        for key, value in self.last.items():
-            last[key] = value(last[key], said) if callable(value) else value
-        return [{**lengths, **common, **first}, last]
+        turns = []
+        for body, own in ((first, self.opening), (grown, self.last)):
+            turn = {limit: 12, **common, **body}
+            for key, value in own.items():
+                turn[key] = value(turn[key], said) if callable(value) else value
+            turns.append(turn)
+        return turns
 
 
 def _chat(feature: str, **kwargs: Any) -> Case:
@@ -135,6 +142,15 @@ def _after_an_item(items: list[dict[str, Any]], said: str) -> list[dict[str, Any
     ]
 
 
+def _ids(prompt: str, said: str) -> list[int]:
+    """As token ids, one for each of the first letters: whatever text they stand for."""
+    return [300 + letter for letter in said.encode()[:190]]
+
+
+def _more_ids(prompt: str, said: str) -> list[int]:
+    return [*_ids(prompt, said), *range(700, 720)]
+
+
 def _unfinished(messages: list[dict[str, Any]], said: str) -> list[dict[str, Any]]:
     return [messages[0], {"role": "assistant", "content": "Well, Rex said"}]
 
@@ -148,37 +164,70 @@ CASES: tuple[Case, ...] = (
     _chat("prompt text in the answer", last={"return_prompt_text": True}),
     _chat("usage in streams", last={"stream_options": {"include_usage": True}}, streams=(True,)),
     _chat("tools, tool_choice auto", fields={"tools": CHAT_TOOLS}),
-    _chat("tools, tool_choice none", fields={"tools": CHAT_TOOLS, "tool_choice": "none"}),
+    _chat(
+        "tools, tool_choice none", fields={**AT_ONCE, "tools": CHAT_TOOLS, "tool_choice": "none"}
+    ),
     _chat(
         "tools, tool_choice required",
-        fields={"tools": CHAT_TOOLS, "tool_choice": "required", "max_tokens": 60},
+        fields={**AT_ONCE, "tools": CHAT_TOOLS, "tool_choice": "required", "max_tokens": 60},
+        shows=CALL,
+    ),
+    _chat(
+        "parallel tool calls",
+        fields={**AT_ONCE, "tools": CHAT_TOOLS, "tool_choice": "required", "max_tokens": 120},
+        shows=CALL,
     ),
     _chat(
         "tools, named tool",
         fields={
+            **AT_ONCE,
             "tools": CHAT_TOOLS,
             "tool_choice": {"type": "function", "function": {"name": "clock"}},
             "max_tokens": 40,
         },
+        shows=CALL,
     ),
     _chat(
         "parallel tool calls off",
         fields={
+            **AT_ONCE,
             "tools": CHAT_TOOLS,
             "tool_choice": "required",
             "parallel_tool_calls": False,
             "max_tokens": 60,
         },
+        shows=CALL,
     ),
     _chat("tool results", fields={"tools": CHAT_TOOLS}, last={"messages": _after_a_call}),
     _chat("reasoning content", fields={"chat_template_kwargs": {"enable_thinking": True}}),
     _chat("reasoning effort", fields={"reasoning_effort": "low"}),
     _chat("reasoning hidden", last={"include_reasoning": False}),
     _chat("thinking budget", last={"thinking_token_budget": 4}),
-    _chat("JSON object", last={"response_format": {"type": "json_object"}, "max_tokens": 30}),
-    _chat("JSON schema", last={"response_format": _SCHEMA_FORMAT, "max_tokens": 40}),
-    _chat("structured outputs: regex", last={"structured_outputs": {"regex": "[a-c]{6}"}}),
-    _chat("structured outputs: choice", last={"structured_outputs": {"choice": ["yes", "no"]}}),
+    _chat(
+        "JSON object",
+        fields=AT_ONCE,
+        last={"response_format": {"type": "json_object"}, "max_tokens": 30},
+        shows=OBJECT,
+    ),
+    _chat(
+        "JSON schema",
+        fields=AT_ONCE,
+        last={"response_format": _SCHEMA_FORMAT, "max_tokens": 40},
+        shows=OBJECT,
+    ),
+    _chat("JSON schema, after reasoning", last={"response_format": _SCHEMA_FORMAT}),
+    _chat(
+        "structured outputs: regex",
+        fields=AT_ONCE,
+        last={"structured_outputs": {"regex": "[a-c]{6}"}},
+        shows=r'"[a-c]{6}"',
+    ),
+    _chat(
+        "structured outputs: choice",
+        fields=AT_ONCE,
+        last={"structured_outputs": {"choice": ["yes", "no"]}},
+        shows=r'"(yes|no)"',
+    ),
     _chat("logprobs, top_logprobs", last={"logprobs": True, "top_logprobs": 3}),
     _chat("n > 1", last={"n": 2, "seed": 5, "temperature": 0.8}, expect="multiple_choices"),
     _chat("seed", last={"seed": 11, "temperature": 0.9, "top_p": 0.9, "top_k": 20}),
@@ -223,12 +272,32 @@ CASES: tuple[Case, ...] = (
         last={"messages": [{"role": "user", "content": WORDS * 60}]},
         expect="400",
     ),
+    _chat(
+        "too long an answer",
+        last={"max_tokens": 100000},
+        expect="400",
+    ),
+    _chat(
+        "prompt cut by the worker",
+        last={"truncate_prompt_tokens": 150, "truncation_side": "right"},
+    ),
+    _chat(
+        "beam search",
+        last={"use_beam_search": True, "n": 2},
+        expect="multiple_choices",
+        streams=(False,),
+    ),
+    _chat(
+        "prompt_logprobs", last={"prompt_logprobs": 2}, expect="prompt_logprobs", streams=(False,)
+    ),
+    _chat("echo", last={"echo": True}, expect="prompt_logprobs"),
+    _chat("bad schema", last={"response_format": {"type": "json_schema"}}, expect="400"),
     _chat("bad sampling value", last={"top_k": -5}, expect="400"),
     _text("text"),
     _text(
         "token ids",
-        last={"prompt": lambda prompt, said: list(range(300, 480))},
-        expect="new_session",
+        opening={"prompt": _ids},
+        last={"prompt": _more_ids},
     ),
     _text("usage in streams", last={"stream_options": {"include_usage": True}}, streams=(True,)),
     _text(
@@ -246,25 +315,47 @@ CASES: tuple[Case, ...] = (
     _text("stop strings", last={"stop": ["a", "e"], "max_tokens": 30}),
     _text("penalties", last={"presence_penalty": 1.5, "frequency_penalty": 1.0}),
     _text("logit_bias", last={"logit_bias": {"1000": 50}}),
-    _text("structured outputs: regex", last={"structured_outputs": {"regex": "[a-c]{6}"}}),
+    _text(
+        "structured outputs: regex",
+        last={"structured_outputs": {"regex": "[a-c]{6}"}},
+        shows=r'"[a-c]{6}"',
+    ),
     _text("token ids in the answer", last={"return_token_ids": True}),
     _text("priority", fields={"priority": 3}),
     _text("LoRA adapter", model=ADAPTER),
-    _text("suffix", last={"suffix": "x"}, expect="400"),
+    _text("prompt cut by the worker", last={"truncate_prompt_tokens": 150}, expect="not_tokenised"),
+    _text(
+        "prompt_logprobs", last={"prompt_logprobs": 2}, expect="prompt_logprobs", streams=(False,)
+    ),
+    _text("echo, logprobs", last={"echo": True, "logprobs": 2}, expect="prompt_logprobs"),
+    _text("suffix, for a model without one", last={"suffix": "x"}, expect="400"),
+    _text(
+        "too long a prompt", last={"prompt": lambda prompt, said: said + WORDS * 60}, expect="400"
+    ),
+    _text("too long an answer", last={"max_tokens": 100000}, expect="400"),
+    _text("ids that are no tokens", last={"prompt": [999999]}, expect="400"),
     _message("text"),
     _message("system prompt", fields={"system": [{"type": "text", "text": "You are kind."}]}),
     _message("tools, tool_choice auto", fields={"tools": ANTHROPIC_TOOLS}),
     _message(
         "tools, tool_choice any",
-        fields={"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "any"}, "max_tokens": 60},
+        fields={
+            **AT_ONCE,
+            "tools": ANTHROPIC_TOOLS,
+            "tool_choice": {"type": "any"},
+            "max_tokens": 60,
+        },
+        shows=USE,
     ),
     _message(
         "tools, named tool",
         fields={
+            **AT_ONCE,
             "tools": ANTHROPIC_TOOLS,
             "tool_choice": {"type": "tool", "name": "clock"},
             "max_tokens": 40,
         },
+        shows=USE,
     ),
     _message("tool results", fields={"tools": ANTHROPIC_TOOLS}, last={"messages": _after_a_use}),
     _message("thinking, adaptive", last={"thinking": {"type": "adaptive"}}),
@@ -272,14 +363,12 @@ CASES: tuple[Case, ...] = (
         "thinking with a budget",
         last={"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1030},
     ),
-    _message(
-        "thinking switched off",
-        fields={"thinking": {"type": "disabled"}},
-        expect="not_tokenised",
-    ),
+    _message("thinking switched off", fields={"thinking": {"type": "disabled"}}),
     _message("effort", fields={"output_config": {"effort": "low"}}),
     _message(
         "JSON schema",
+        fields=AT_ONCE,
+        shows=OBJECT,
         last={
             "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
             "max_tokens": 40,
@@ -294,25 +383,40 @@ CASES: tuple[Case, ...] = (
         last={"thinking": {"type": "enabled", "budget_tokens": 5}},
         expect="400",
     ),
+    _message(
+        "too long a prompt",
+        last={"messages": [{"role": "user", "content": WORDS * 60}]},
+        expect="400",
+    ),
     _response("text"),
     _response("plain text input", last={"input": lambda items, said: said}, expect="history_cut"),
     _response("instructions", fields={"instructions": "Be brief."}),
     _response("tools, tool_choice auto", fields={"tools": RESPONSES_TOOLS}),
     _response(
         "tools, tool_choice required",
-        fields={"tools": RESPONSES_TOOLS, "tool_choice": "required", "max_output_tokens": 60},
+        fields={
+            **AT_ONCE,
+            "tools": RESPONSES_TOOLS,
+            "tool_choice": "required",
+            "max_output_tokens": 60,
+        },
+        shows=CALL,
     ),
     _response(
         "tools, named tool",
         fields={
+            **AT_ONCE,
             "tools": RESPONSES_TOOLS,
             "tool_choice": {"type": "function", "name": "clock"},
             "max_output_tokens": 40,
         },
+        shows=CALL,
     ),
     _response("tool results", fields={"tools": RESPONSES_TOOLS}, last={"input": _after_an_item}),
     _response(
         "JSON schema",
+        fields=AT_ONCE,
+        shows=OBJECT,
         last={
             "text": {"format": {"type": "json_schema", "name": "dog", "schema": SCHEMA}},
             "max_output_tokens": 40,
@@ -328,6 +432,9 @@ CASES: tuple[Case, ...] = (
     _response("raw messages in the answer", last={"enable_response_messages": True}),
     _response("not stored", last={"store": False}),
     _response("LoRA adapter", model=ADAPTER),
+    _response("prompt cut by the worker", last={"truncation": "auto"}),
+    _response("too long a prompt", last={"input": WORDS * 60}, expect="400"),
+    _response("too long an answer", last={"max_output_tokens": 100000}, expect="400"),
     _response(
         "built-in tools", last={"tools": [{"type": "web_search_preview"}]}, expect="builtin_tools"
     ),

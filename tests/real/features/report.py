@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tests.real.features.cases import Case
 
@@ -32,8 +32,35 @@ class Cell:
         return f"same, {self.route} ({self.reason})"
 
 
-def page(cells: list[Cell]) -> str:
+@dataclass(frozen=True)
+class Company:
+    """How many of a plain worker's answers changed when ``at_once`` requests shared it."""
+
+    at_once: int
+    answers: int
+    adapters: bool
+    """Was every sixth request for a LoRA adapter?"""
+    changed: int
+    changed_of_adapter: int
+
+    @property
+    def words(self) -> str:
+        among = "with one in six for a LoRA adapter" if self.adapters else "without adapters"
+        of_them = f" ({self.changed_of_adapter} of them the adapter's)" if self.changed else ""
+        return f"{among}, {self.changed} of {self.answers} changed{of_them}"
+
+
+@dataclass
+class Results:
+    """What a run has measured so far."""
+
+    cells: list[Cell]
+    company: list[Company] = field(default_factory=list)
+
+
+def page(results: Results) -> str:
     """Markdown: one table a route, one row a feature."""
+    cells = results.cells
     routes: dict[str, dict[str, dict[bool, Cell]]] = {}
     alone: list[Cell] = []
     for cell in cells:
@@ -46,9 +73,11 @@ def page(cells: list[Cell]) -> str:
     parts = [
         "# Compatibility\n\nEach cell was measured on a real pair by `make features`: the second "
         "turn of a conversation went through kvloop and to one plain vLLM 0.32.0 worker, and the "
-        "answers were compared field by field (ids, times and fingerprints aside; "
-        "log-probabilities to 0.002). *same* means no field differed; what follows says where the "
-        "history came from, or why one worker did it all.\n\n"
+        "answers were compared field by field (ids, times, fingerprints and, in streams, the count "
+        "of reasoning tokens aside; log-probabilities to 0.002). *same* means no field differed; "
+        "what follows says where the history came from, or why one worker did it all. A refusal "
+        "that the plain worker tells inside a stream counts as the refusal that it is; kvloop "
+        "answers it with its status.\n\n"
         f"{len(cells)} answers, {different} different.\n"
     ]
     for route, rows in routes.items():
@@ -57,7 +86,26 @@ def page(cells: list[Cell]) -> str:
             whole, streamed = (row[kind].words if kind in row else "-" for kind in (False, True))
             parts.append(f"| {feature} | {whole} | {streamed} |")
     parts.append("\n## Routes that one worker answers\n\n| route | |\n|---|---|")
-    parts += [f"| `{cell.case.route}` | {cell.words} |" for cell in alone]
+    for cell in alone:
+        what = f" ({cell.case.feature})" if cell.case.feature else ""
+        parts.append(f"| `{cell.case.route}`{what} | {cell.words} |")
+    if results.company:
+        parts.append(
+            "\n## Why the cases run one at a time\n\n"
+            "The plain worker alone, without kvloop, asked for the same whole answers one by one "
+            f"and {results.company[0].at_once} at a time: "
+            + "; ".join(each.words for each in results.company)
+            + "."
+        )
+        if any(each.adapters and each.changed for each in results.company):
+            parts.append(
+                "\nThe cause is vLLM's: its CPU operators take the index -1, which marks a token "
+                "of the base model, for the last adapter in memory (`vllm/lora/ops/torch_ops`; "
+                "vllm#48421, not merged). One batch with an adapter's request gives every base "
+                "model's request in it the adapter. Through kvloop the same happens, because its "
+                "workers are vLLM: do not mix the two on CPU workers. "
+                "The Triton kernels of GPUs skip such tokens."
+            )
     return "\n".join(parts) + "\n"
 
 
