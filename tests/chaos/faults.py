@@ -112,6 +112,19 @@ def _link(**manners: Any) -> Apply:
     return apply
 
 
+@asynccontextmanager
+async def _little_room(rig: Rig) -> AsyncIterator[None]:
+    """Half of the conversations fit into what decode may keep: others are given up all the time."""
+    before = [each.block_count for each in rig.decodes]
+    for each in rig.decodes:
+        each.block_count = 400
+    try:
+        yield
+    finally:
+        for each, count in zip(rig.decodes, before, strict=True):
+            each.block_count = count
+
+
 def _stand_still() -> None:
     """All scripted workers live in this event loop."""
     time.sleep(_STILL)
@@ -321,6 +334,7 @@ FAULTS = (
     Fault("Redis is slow", _link(delay=0.15), strands=_UNCERTAIN),
     Fault("Redis obeys, its replies get lost", _link(swallow_replies=True), strands=_UNCERTAIN),
     Fault("Redis fails over to a lagging replica", _redis_fails_over, strands=_LOST),
+    Fault("decode has room for few conversations", _little_room, lasts=_PATIENCE),
     Fault("workers and Redis stand still", _all_stand_still, strands=_UNCERTAIN),
     Fault("clients leave", _nothing, _LEAVING, **_AFTER_LEAVING),
     Fault("clients leave: tokenise", _nothing, _leave_at(Step.TOKENISE), **_AFTER_LEAVING),
