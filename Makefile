@@ -99,7 +99,7 @@ features: env ## Compare every feature of every route with a plain worker; write
 soak: env ## Soak the stack: 500 turns, then a verdict (minutes)
 	@exec $(BIN)/python -m tests.soak $(ARGS)
 
-chaos: env ## Kill, hang and restart every part under load, then a verdict (15-20 minutes)
+chaos: env ## Kill, hang and restart every part under load, then a verdict (half an hour)
 	@exec $(BIN)/python -m tests.chaos --report docs/chaos.md $(ARGS)
 
 wedge: env ## 500 one-shot requests on a decode worker of 24 blocks (minutes)

@@ -27,6 +27,7 @@ COLOURS = {
     "prefill-with-pull": GREEN, "cold-prefill": BLUE, "decode-only": AMBER, "none": GREY,
     "pulled": GREEN, "prefill_cache": "#96d98d", "reused": "#c8f2c2", "computed": BLUE,
     "decode_local": "#2aa7a0", "appended": "#2aa7a0", "decode-local-append": "#2aa7a0",
+    "push": "#8ab8ff",
     "missed": BLUE, "stored": GREEN,
 }  # fmt: skip
 COLOURED = {"{{route}}", "{{source}}", "{{result}}"}
@@ -254,7 +255,9 @@ def overview() -> dict[str, Any]:
                   ("sum by (stage) (rate(kvloop_client_disconnects_total[$__rate_interval])) "
                    "or on() vector(0)", "left: {{stage}}"),
                   ("sum by (cause) (rate(kvloop_stranded_prefills_total[$__rate_interval]))",
-                   "stranded: {{cause}}"), unit="reqps"),
+                   "stranded: {{cause}}"),
+                  ("sum by (cause) (rate(kvloop_push_unpaired_total[$__rate_interval]))",
+                   "decode waits in vain: {{cause}}"), unit="reqps"),
             row("Is it full?"),
             panel("Retained share of what decode may keep", "How near is the limit?",
                   ("kvloop:pinned_of_limit:ratio", "{{instance}}"), width=8,

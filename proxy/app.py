@@ -21,6 +21,7 @@ from proxy.dialects.messages import MESSAGES
 from proxy.errors import ClientError, anthropic_shape, http_answer, openai_shape
 from proxy.gauges import StateGauges
 from proxy.metrics import Metrics
+from proxy.session.identity import NOBODY
 from proxy.session.ledger import Ledger
 from proxy.session.private_store import PrivateStore
 from proxy.session.table import SessionTable
@@ -193,8 +194,10 @@ class App:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
         try:
-            size = sum(len(name) + len(value) for name, value in scope["headers"])
-            if size + len(scope["raw_path"]) > self.settings.max_header_bytes:
+            size = len(scope["raw_path"])
+            for name, value in scope["headers"]:
+                size += len(name) + len(value)
+            if size > self.settings.max_header_bytes:
                 raise ClientError(
                     f"The request's headers are larger than {self.settings.max_header_bytes} "
                     "bytes.",
@@ -202,7 +205,8 @@ class App:
                     code="headers_too_large",
                 )
             if path not in OPEN_PATHS:
-                caller = self.callers.resolve(dict(scope["headers"]))
+                required = self.callers.required
+                caller = self.callers.resolve(dict(scope["headers"])) if required else NOBODY
                 scope.setdefault("state", {})["caller"] = caller
         except ClientError as error:
             await self._refuse(error, path, Response(send))

@@ -41,6 +41,7 @@ TABLE_FAILURES = (*TABLE_OPERATIONS, "evict", "ledger")
 EVICTION_REASONS = ("budget", "session_deleted")
 REFUSED_CAUSES = ("draining", "queue_full", "queue_timeout")
 STRANDED_CAUSES = ("client_left", "decode_failed")
+UNPAIRED_CAUSES = ("prefill_failed", "prefill_refused", "prefill_restarted")
 PAUSES = ("breaker", "pulls", "transfers")
 
 
@@ -211,6 +212,13 @@ class Metrics:
             ("cause",),
             registry=registry,
         )
+        self.push_unpaired = Counter(
+            "kvloop_push_unpaired",
+            "Decode legs that waited for prefill's writes and will never get them: decode keeps "
+            "their blocks until its process ends.",
+            ("cause",),
+            registry=registry,
+        )
         self.refused_turns = Counter(
             "kvloop_refused_turns",
             "Turns refused for want of a place, or because the proxy is being stopped.",
@@ -345,6 +353,7 @@ class Metrics:
             (self.evictions, EVICTION_REASONS),
             (self.refused_turns, REFUSED_CAUSES),
             (self.stranded_prefills, STRANDED_CAUSES),
+            (self.push_unpaired, UNPAIRED_CAUSES),
         ):
             for value in values:
                 counter.labels(value)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import orjson
@@ -198,27 +199,77 @@ def budget_blocks(
     return None if kv_blocks is None else int(kv_blocks * UNGUARDED_SHARE * share)
 
 
-def by_worth(
-    entries: Iterable[Entry], groups: Groups, *, now: float, newcomer: Entry | None = None
-) -> list[Entry]:
-    """What may be given up, least valuable first.
+_STEPS = 16
+"""Parts of a gap bucket within which ages count as equal: an index is computed once for each."""
 
-    Left out: what is reserved, what can be claimed no more (nobody could release it), and, with a
-    ``newcomer`` that needs the room, whatever is worth more than the newcomer will be. Of equals
-    the oldest comes first.
+
+def by_worth(entries: Iterable[Entry], groups: Groups, *, now: float) -> list[Entry]:
+    """What may be given up, least valuable first; of equals the oldest.
+
+    Left out: what is reserved, and what can be claimed no more (nobody could release it).
     """
-    limit = float("inf")
-    if newcomer is not None and newcomer.blocks:
-        fresh = groups.of(newcomer.group)
-        limit = worth(fresh, age_seconds=0.0, tokens=newcomer.tokens, blocks=newcomer.blocks)
+    return [entry for _, _, entry in _valued(entries, groups, now)]
+
+
+def to_give_up(
+    entries: Iterable[Entry],
+    groups: Groups,
+    *,
+    now: float,
+    excess: int,
+    must: int,
+    newcomers: Sequence[Entry] = (),
+) -> list[str]:
+    """Ids of the least valuable entries with ``excess`` blocks in all, or as many as there are.
+
+    ``newcomers`` need a part of that room: beyond ``must`` blocks nothing is given up that is worth
+    more than each of them will be.
+    """
+    limit = max((_fresh_worth(each, groups) for each in newcomers), default=float("inf"))
+    found: list[str] = []
+    freed = 0
+    for value, _, entry in _valued(entries, groups, now):
+        if freed >= excess or (freed >= must and value > limit):
+            break
+        found.append(entry.id)
+        freed += entry.blocks
+    return found
+
+
+def _fresh_worth(entry: Entry, groups: Groups) -> float:
+    times = groups.of(entry.group)
+    if not entry.blocks:
+        return float("inf")
+    return worth(times, age_seconds=0.0, tokens=entry.tokens, blocks=entry.blocks)
+
+
+def _valued(
+    entries: Iterable[Entry], groups: Groups, now: float
+) -> list[tuple[float, float, Entry]]:
+    known: dict[tuple[str, float], float] = {}
     valued = []
     for entry in entries:
         age = max(0.0, now - entry.since)
         if entry.reserved or age >= entry.usable_seconds:
             continue
-        value = worth(
-            groups.of(entry.group), age_seconds=age, tokens=entry.tokens, blocks=entry.blocks
-        )
-        if value <= limit:
-            valued.append((value, entry.since, entry))
-    return [entry for _, _, entry in sorted(valued, key=lambda each: each[:2])]
+        at = entry.group, _rounded(age)
+        index = known.get(at)
+        if index is None:
+            index = known[at] = groups.of(entry.group).index(at[1])
+        value = index * entry.tokens / entry.blocks if entry.blocks else 0.0
+        valued.append((value, entry.since, entry))
+    valued.sort(key=_first_two)
+    return valued
+
+
+_first_two = itemgetter(0, 1)
+
+
+def _rounded(age: float) -> float:
+    """The age at which its part of its bucket begins."""
+    bucket = bisect_right(EDGES, age)
+    if bucket == 0 or bucket == len(EDGES):
+        return float(EDGES[bucket - 1]) if bucket else 0.0
+    begin = EDGES[bucket - 1]
+    step = (EDGES[bucket] - begin) / _STEPS
+    return begin + (age - begin) // step * step

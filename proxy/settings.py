@@ -155,6 +155,13 @@ class Settings(BaseSettings):
         "append_tokens and pull_threshold alone.",
     )
 
+    push_together: bool = Field(
+        True,
+        description="With workers that push (NixlPushConnector) send both legs at once. False: "
+        "decode's after prefill's answer, so that no failing prefill leaves decode with blocks "
+        "that vLLM never frees.",
+    )
+
     api_keys_file: str | None = Field(
         None,
         description="TOML file of tenants and the hashes of their API keys; read again when it "

@@ -33,6 +33,13 @@ Host = Annotated[str, typer.Option(help="Address for HTTP.")]
 Port = Annotated[int, typer.Option(help="Port for HTTP.")]
 SideHost = Annotated[str, typer.Option(help="Own address as the other worker reaches it (NIXL).")]
 SidePort = Annotated[int, typer.Option(help="Port of the NIXL side channel.")]
+Mode = Annotated[
+    profiles.TransferMode,
+    typer.Option(
+        help="pull: workers read each other's blocks; push: prefill writes into decode, by vLLM's "
+        "own connector, and no history flows back. Equal on both workers."
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the command; start nothing.")]
 Explain = Annotated[bool, typer.Option("--explain", help="With --dry-run: say why, per setting.")]
 Sets = Annotated[
@@ -56,6 +63,7 @@ def prefill(
     port: Port = 8100,
     side_channel_host: SideHost = "127.0.0.1",
     side_channel_port: SidePort = 5600,
+    transfer_mode: Mode = profiles.TransferMode.PULL,
     sets: Sets = None,
     dry_run: DryRun = False,
     explain: Explain = False,
@@ -70,6 +78,7 @@ def prefill(
         port=port,
         side_channel_host=side_channel_host,
         side_channel_port=side_channel_port,
+        transfer_mode=transfer_mode,
         sets=sets or [],
         extra=context.args,
         dry_run=dry_run,
@@ -87,6 +96,7 @@ def decode(
     port: Port = 8200,
     side_channel_host: SideHost = "127.0.0.1",
     side_channel_port: SidePort = 5700,
+    transfer_mode: Mode = profiles.TransferMode.PULL,
     sets: Sets = None,
     dry_run: DryRun = False,
     explain: Explain = False,
@@ -101,6 +111,7 @@ def decode(
         port=port,
         side_channel_host=side_channel_host,
         side_channel_port=side_channel_port,
+        transfer_mode=transfer_mode,
         sets=sets or [],
         extra=context.args,
         dry_run=dry_run,
@@ -118,6 +129,7 @@ def _run_worker(
     port: int,
     side_channel_host: str,
     side_channel_port: int,
+    transfer_mode: profiles.TransferMode,
     sets: list[str],
     extra: list[str],
     dry_run: bool,
@@ -134,6 +146,7 @@ def _run_worker(
             side_channel_host=side_channel_host,
             side_channel_port=side_channel_port,
             python_executable=launcher.own_interpreter(),
+            transfer_mode=transfer_mode,
             overrides=profiles.parse_overrides(sets),
             extra_args=extra,
         )

@@ -23,6 +23,16 @@ class Role(StrEnum):
         return "kv_producer" if self is Role.PREFILL else "kv_consumer"
 
 
+class TransferMode(StrEnum):
+    """Who moves the blocks: decode (and prefill, from decode) reads them, or prefill writes them.
+
+    Only what is read can flow back: vLLM refuses bidirectional transfer in push mode.
+    """
+
+    PULL = "pull"
+    PUSH = "push"
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """A value and the reason for it."""
@@ -81,6 +91,18 @@ CONNECTOR_SETTINGS = (
         DEFAULT_MAX_PINNED_FRACTION,
         "share of decode's blocks that kept turns may take: nothing evicts them, so without a "
         "limit running requests find no memory",
+    ),
+)
+
+PULL_ONLY = frozenset({"kv_recompute_threshold", *(item.name for item in CONNECTOR_SETTINGS)})
+"""Connector settings of a profile that mean nothing, or stop the start, in push mode."""
+
+PUSH_SETTINGS = (
+    Setting(
+        "push_registration_timeout",
+        60,
+        "seconds after which decode's log names a request that prefill has written nothing for "
+        "(default 480); vLLM 0.32.0 does no more than that: the request waits on",
     ),
 )
 

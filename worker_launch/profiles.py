@@ -13,17 +13,21 @@ from dataclasses import dataclass
 from worker_launch.launch_profile import (
     CONNECTOR_SETTINGS,
     FAIL_CLEANLY,
+    PULL_ONLY,
+    PUSH_SETTINGS,
     SCALE_OUT,
     LaunchProfile,
     Setting,
     Value,
 )
 from worker_launch.launch_profile import Role as Role  # callers name it with the rest
+from worker_launch.launch_profile import TransferMode as TransferMode
 from worker_launch.profiles_gpu import GPU_PROFILES
 
 VLLM_MODULE = "vllm.entrypoints.openai.api_server"
 CONNECTOR_NAME = "NixlConnector"
 CONNECTOR_MODULE = "worker_launch.connector.retaining_connector"
+PUSH_CONNECTOR_NAME = "NixlPushConnector"
 
 
 class LaunchError(ValueError):
@@ -213,10 +217,13 @@ def build_command(
     side_channel_host: str,
     side_channel_port: int,
     python_executable: str,
+    transfer_mode: TransferMode = TransferMode.PULL,
     overrides: Overrides | None = None,
     extra_args: Sequence[str] = (),
 ) -> LaunchCommand:
     """The command of one worker. Raises LaunchError for values that cannot work.
+
+    ``transfer_mode``: push takes vLLM's own connector, equal on both workers.
 
     ``side_channel_host`` is what the *other* worker connects to, so it must be an address of this
     machine that is reachable from there. ``extra_args`` go to vLLM last and unchanged.
@@ -237,11 +244,10 @@ def build_command(
 
     overrides = overrides or Overrides({}, {}, {})
     engine = _apply(profile.engine_for(role), overrides.engine)
-    connector = _apply(profile.connector, overrides.connector)
+    connector = _apply(_connector_settings(profile, transfer_mode), overrides.connector)
     environment = _apply(profile.environment_for(role), overrides.environment)
     transfer = {
-        "kv_connector": CONNECTOR_NAME,
-        "kv_connector_module_path": CONNECTOR_MODULE,
+        **_connector_class(transfer_mode),
         "kv_role": role.kv_role,
         **{item.name: item.value for item in profile.transfer},
         "kv_connector_extra_config": {item.name: item.value for item in connector},
@@ -262,6 +268,19 @@ def build_command(
     env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = side_channel_host
     env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel_port)
     return LaunchCommand(tuple(argv), env, (*engine, *profile.transfer, *connector, *environment))
+
+
+def _connector_class(mode: TransferMode) -> dict[str, str]:
+    if mode is TransferMode.PUSH:
+        return {"kv_connector": PUSH_CONNECTOR_NAME}
+    return {"kv_connector": CONNECTOR_NAME, "kv_connector_module_path": CONNECTOR_MODULE}
+
+
+def _connector_settings(profile: LaunchProfile, mode: TransferMode) -> tuple[Setting, ...]:
+    if mode is TransferMode.PULL:
+        return profile.connector
+    kept = (item for item in profile.connector if item.name not in PULL_ONLY)
+    return (*kept, *PUSH_SETTINGS)
 
 
 def _check_port(what: str, port: int) -> None:

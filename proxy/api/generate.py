@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Mapping
 from hashlib import blake2b
+from os import urandom
 from typing import Any
-from uuid import uuid4
 
 from proxy import log
 from proxy.api.callers import Callers
@@ -17,6 +17,7 @@ from proxy.api.http import (
     Response,
     Scope,
     Send,
+    body_is_there,
     caller_of,
     read_body,
     until_client_leaves,
@@ -82,9 +83,13 @@ class GeneratingRoute:
         request_id: str,
     ) -> None:
         """Raises ``KvloopError`` for a request that became no turn, ``ClientGone``."""
+        limit = self._settings.max_body_bytes
         try:
-            async with asyncio.timeout(self._settings.client_read_timeout_seconds):
-                data = await read_body(scope, receive, limit=self._settings.max_body_bytes)
+            if body_is_there(receive):
+                data = await read_body(scope, receive, limit=limit)
+            else:
+                async with asyncio.timeout(self._settings.client_read_timeout_seconds):
+                    data = await read_body(scope, receive, limit=limit)
         except TimeoutError:
             late = ClientError(
                 "The request body did not arrive in time.", status=408, code="request_timeout"
@@ -169,4 +174,4 @@ def request_id_of(headers: Mapping[bytes, bytes]) -> str:
     given = headers.get(b"x-request-id", b"").decode("latin-1")
     if 0 < len(given) <= _MAX_REQUEST_ID and given.isascii() and given.isprintable():
         return given
-    return uuid4().hex
+    return urandom(16).hex()

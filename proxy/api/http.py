@@ -124,6 +124,12 @@ class Response:
             self._exchange.cut()
 
 
+def body_is_there(receive: Receive) -> bool:
+    """Has the whole request arrived? Then reading it takes no time."""
+    exchange = _exchange(receive)
+    return exchange is not None and exchange.whole
+
+
 async def until_client_leaves(work: Awaitable[None], receive: Receive) -> None:
     """Run ``work``; cancel it when the client disconnects, and then raise ``ClientGone``.
 
@@ -195,6 +201,10 @@ class Exchange:
         self._head: list[bytes] = []
 
     # For the functions above.
+
+    @property
+    def whole(self) -> bool:
+        return self._received
 
     async def body(self, limit: int) -> bytes:
         """The whole request body. Raises ``ClientError`` (413), ``ClientGone``."""

@@ -143,6 +143,7 @@ async def _kept(app: App, tenant: str | None) -> list[_Found]:
     digest = None if tenant is None else tenant_digest(tenant).hex()
     ledger: Ledger = app.ledger
     found = []
+    await app.conductor.retention.told()  # a turn that has just ended here is to be seen
     for worker in app.pool.workers:
         if worker.role is not Role.DECODE or not worker.epoch:
             continue

@@ -11,6 +11,8 @@ from proxy.errors import ClientError
 MAX_DEPTH = 64
 """Levels of nested arrays and objects. Real tool schemas stay below 20; workers walk a request
 recursively, and a thousand levels cost them more than they cost the sender."""
+_LONG = 16 * 1024
+"""Bytes from which on counting brackets costs more than looking at the objects there are."""
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
@@ -27,7 +29,8 @@ def parse_object(data: bytes) -> dict[str, Any]:
         ) from None
     if not isinstance(body, dict):
         raise ClientError("The request body must be a JSON object.", code="invalid_json")
-    if data.count(b"{") + data.count(b"[") > MAX_DEPTH and _deeper_than(body, MAX_DEPTH):
+    may_be_deep = len(data) > _LONG or data.count(b"{") + data.count(b"[") > MAX_DEPTH
+    if may_be_deep and _deeper_than(body, MAX_DEPTH):
         raise ClientError(
             f"The request body is nested deeper than {MAX_DEPTH} levels.", code="invalid_json"
         )

@@ -89,13 +89,25 @@ class Dialect:
 
     # The workers' request bodies.
 
-    def prefill_body(self, body: dict[str, Any], transfer: Mapping[str, Any]) -> bytes:
-        """Prefill leg when the ids are unknown: prefill renders the client's own request."""
+    def shared_fields(self, caller: Caller, worker: str) -> dict[str, Any]:
+        """Fields that both legs must have alike for vLLM to give them one request id, beside the
+        header ``X-Request-Id``. ``worker``: decode's name."""
+        return {}
+
+    def prefill_body(
+        self,
+        body: dict[str, Any],
+        transfer: Mapping[str, Any],
+        shared: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """Prefill leg on the client's own route, with the ids in ``transfer`` or, where they are
+        unknown, such that prefill renders the client's own request."""
         leg = {k: v for k, v in wire.client_fields(body).items() if k not in self.only_decode}
         for field in self.length_fields:
             leg[field] = 1
         leg["stream"] = False
         leg["kv_transfer_params"] = transfer
+        leg.update(shared or {})
         return orjson.dumps(leg)
 
     def decode_body(
@@ -109,8 +121,9 @@ class Dialect:
         append: bool,
         caller: Caller,
         worker: str,
+        shared: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """Decode leg, see ``wire.decode_leg``."""
+        """Decode leg, see ``wire.decode_leg``. ``shared``: ``shared_fields`` of a push turn."""
         leg = wire.decode_leg(
             body,
             handle,
@@ -120,6 +133,7 @@ class Dialect:
             append=append,
         )
         self.adapt_decode_leg(leg, caller, worker)
+        leg.update(shared or {})
         return orjson.dumps(leg)
 
     def adapt_decode_leg(self, leg: dict[str, Any], caller: Caller, worker: str) -> None:

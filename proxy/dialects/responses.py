@@ -99,8 +99,16 @@ class Responses(Dialect):
         named = body.get("previous_response_id")
         return worker_of(str(named), caller, decodes) if named else ""
 
-    def prefill_body(self, body: dict[str, Any], transfer: Mapping[str, Any]) -> bytes:
-        return super().prefill_body({**body, "store": False}, transfer)
+    def shared_fields(self, caller: Caller, worker: str) -> dict[str, Any]:
+        return {"request_id": new_response_id(caller, worker)}  # here the id is in the body
+
+    def prefill_body(
+        self,
+        body: dict[str, Any],
+        transfer: Mapping[str, Any],
+        shared: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        return super().prefill_body({**body, "store": False}, transfer, shared)
 
     def adapt_decode_leg(self, leg: dict[str, Any], caller: Caller, worker: str) -> None:
         leg["request_id"] = new_response_id(caller, worker)

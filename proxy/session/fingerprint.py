@@ -1,35 +1,48 @@
 """[pure] Token sequences as chains of digests: exact comparison without keeping the tokens.
 
-A digest covers every token from the start to the end of its span, so two chains that agree at
-span ``i`` agree on all tokens before it, and the longest common prefix is found by bisection.
-Nothing here can be turned back into text: a record in Redis holds digests only.
+What is hashed is the ids as JSON writes them, ``12,345,6``: that is how a worker gives them and how
+workers want them back, so a long prompt is compared without ever making integers of it. Equal text
+is equal ids, and a worker that wrote the same ids otherwise would only not be recognised.
+
+A digest covers everything from the start to the end of its span, so two chains that agree at span
+``i`` agree on all before it, and the longest common prefix is found by bisection. Nothing here can
+be turned back into text: a record in Redis holds digests only.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from hashlib import sha256
+from typing import Any
+
+import orjson
+
+SPAN_BYTES = 320
+"""Bytes of text for each digest, a multiple of the hash's own block. Smaller: more hashing and more
+bytes per session for the same history. Larger: an edited history loses up to one span of reuse."""
 
 SPAN_TOKENS = 64
-"""Tokens per digest. Smaller: more hashing and bytes per session for the same history. Larger: an
-edited history loses up to one span of reuse. 64 is also the length below which vLLM declines a
-pull (``kv_recompute_threshold``), so nothing worth pulling hides inside one span."""
+"""About that many tokens: with ids of up to six digits (vocabularies of 100 to 200 thousand). It is
+also the length below which vLLM declines a pull (``kv_recompute_threshold``), so nothing worth
+pulling hides inside one span."""
 
 DIGEST_BYTES = 16
-"""128 bits: chance equality of two different prefixes is out of reach at any table size."""
+"""128 bits of SHA-256: chance equality of two different prefixes is out of reach at any table size.
+Of the library's hashes it is the fastest where the processor has instructions for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
     """Digest chain of a token sequence.
 
-    ``spans`` holds one digest of ``DIGEST_BYTES`` for each full span, concatenated; ``tail`` covers
-    the whole sequence, its last partial span included, and is empty for an empty sequence.
+    ``spans`` holds one digest of ``DIGEST_BYTES`` for each full span of its text, concatenated;
+    ``tail`` covers the whole sequence, its last partial span included, and is empty for an empty
+    sequence. ``size`` is the length of the text in bytes.
     """
 
     token_count: int
+    size: int
     spans: bytes
     tail: bytes
 
@@ -40,6 +53,18 @@ class Fingerprint:
     def span(self, index: int) -> bytes:
         return self.spans[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
 
+    def about_tokens(self, spans: int) -> int:
+        """Roughly how many tokens the first ``spans`` spans hold."""
+        return self.token_count * spans * SPAN_BYTES // self.size if self.size else 0
+
+
+def ids_json(ids: Sequence[int]) -> bytes:
+    """Token ids as a JSON array, in the one form that is hashed. Raises ValueError."""
+    try:
+        return orjson.dumps(list(ids))
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
 
 class PromptTokens:
     """The token ids of one prompt, hashed once, comparable with any stored fingerprint.
@@ -48,14 +73,21 @@ class PromptTokens:
     in different namespaces have different digests.
     """
 
-    __slots__ = ("_namespace", "_packed", "fingerprint")
+    __slots__ = ("_root", "_state", "fingerprint", "json")
 
-    def __init__(self, namespace: bytes, ids: Sequence[int]) -> None:
-        # The ids themselves are not kept: as Python integers they take nine times the space, for as
-        # long as the answer streams.
-        self._namespace = namespace
-        self._packed = array("I", ids).tobytes()
-        self.fingerprint = _chain(namespace, self._packed, len(ids))
+    def __init__(self, namespace: bytes, ids: Sequence[int] | bytes) -> None:
+        """``ids``: numbers, or a JSON array of them without blanks. Raises ValueError for what is
+        neither."""
+        # As numbers they would take nine times the space, for as long as the answer streams.
+        self.json = ids if isinstance(ids, bytes) else ids_json(ids)
+        count = _tokens(self.json)
+        self._root = sha256(namespace).digest()
+        self._state = sha256(self._root)
+        text = memoryview(self.json)[1:-1]
+        spans = _digests(self._state, text)
+        rest = bytes(text[len(text) // SPAN_BYTES * SPAN_BYTES :])
+        tail = _tail(self._root, spans, rest, count)
+        self.fingerprint = Fingerprint(count, len(text), spans, tail)
 
     def __len__(self) -> int:
         return self.fingerprint.token_count
@@ -63,53 +95,52 @@ class PromptTokens:
     def common_prefix(self, stored: Fingerprint) -> int:
         """How many leading tokens are proved equal to ``stored``.
 
-        Exact when the prompt extends all of ``stored``; otherwise rounded down to a span.
+        Exact when the prompt extends all of ``stored``; otherwise rounded down to what fits into
+        whole spans.
         """
-        if 0 < stored.token_count <= self.fingerprint.token_count:
-            whole = stored.token_count // SPAN_TOKENS
-            if (
-                _link(self._before(whole), self._part(whole * SPAN_TOKENS, stored.token_count))
-                == stored.tail
-            ):
+        mine = self.fingerprint
+        if 0 < stored.size <= mine.size and self.json[stored.size + 1] in b",]":
+            whole = stored.size // SPAN_BYTES
+            spans = mine.spans[: whole * DIGEST_BYTES]
+            rest = self._text(whole * SPAN_BYTES, stored.size)
+            if _tail(self._root, spans, rest, stored.token_count) == stored.tail:
                 return stored.token_count
-        low, high = 0, min(self.fingerprint.span_count, stored.span_count)
+        low, high = 0, min(mine.span_count, stored.span_count)
         while low < high:
             middle = (low + high + 1) // 2
-            if self.fingerprint.span(middle - 1) == stored.span(middle - 1):
+            if mine.span(middle - 1) == stored.span(middle - 1):
                 low = middle
             else:
                 high = middle - 1
-        return low * SPAN_TOKENS
+        # The number in which the last span ends may go on differently: it does not count.
+        return self.json.count(b",", 1, 1 + low * SPAN_BYTES)
 
     def extended(self, output_ids: Sequence[int]) -> Fingerprint:
         """Fingerprint of the prompt followed by ``output_ids``."""
-        start = self.fingerprint.span_count * SPAN_TOKENS
-        rest = self._packed[start * 4 :] + array("I", output_ids).tobytes()
+        if not output_ids:
+            return self.fingerprint
+        start = self.fingerprint.span_count * SPAN_BYTES
+        more = ids_json(output_ids)[1:-1]
+        rest = b"%b,%b" % (self._text(start), more) if len(self) else more
+        spans = self.fingerprint.spans + _digests(self._state.copy(), memoryview(rest))
         total = self.fingerprint.token_count + len(output_ids)
-        spans = [self.fingerprint.spans]
-        digest = (
-            self.fingerprint.span(start // SPAN_TOKENS - 1) if start else _root(self._namespace)
-        )
-        step = SPAN_TOKENS * 4
-        for offset in range(0, len(rest) - step + 1, step):
-            digest = _link(digest, rest[offset : offset + step])
-            spans.append(digest)
-        tail = _link(digest, rest[len(rest) // step * step :]) if total else b""
-        return Fingerprint(total, b"".join(spans), tail)
+        tail = _tail(self._root, spans, rest[len(rest) // SPAN_BYTES * SPAN_BYTES :], total)
+        return Fingerprint(total, start + len(rest), spans, tail)
 
     def shortened(self, count: int) -> Fingerprint:
         """Fingerprint of the first ``count`` tokens of the prompt."""
-        whole = count // SPAN_TOKENS
-        rest = self._part(whole * SPAN_TOKENS, count)
-        tail = _link(self._before(whole), rest) if count else b""
-        return Fingerprint(count, self.fingerprint.spans[: whole * DIGEST_BYTES], tail)
+        end = len(self.json) - 1 if count else 1
+        if count:
+            for _ in range(len(self) - count):
+                end = self.json.rindex(b",", 0, end)
+        size = end - 1
+        whole = size // SPAN_BYTES
+        spans = self.fingerprint.spans[: whole * DIGEST_BYTES]
+        tail = _tail(self._root, spans, self._text(whole * SPAN_BYTES, size), count)
+        return Fingerprint(count, size, spans, tail)
 
-    def _before(self, span: int) -> bytes:
-        """The digest that span ``span`` is chained to."""
-        return self.fingerprint.span(span - 1) if span else _root(self._namespace)
-
-    def _part(self, start: int, end: int) -> bytes:
-        return self._packed[start * 4 : end * 4]
+    def _text(self, start: int, end: int | None = None) -> bytes:
+        return self.json[start + 1 : -1 if end is None else end + 1]
 
 
 def anchors(fingerprint: Fingerprint) -> list[bytes]:
@@ -133,20 +164,27 @@ def lookup_keys(prompt: Fingerprint) -> list[bytes]:
     return [prompt.span(index) for index in range(prompt.span_count - 1, -1, -1)]
 
 
-def _root(namespace: bytes) -> bytes:
-    return blake2b(namespace, digest_size=DIGEST_BYTES, person=b"kvloop-root").digest()
+def _tokens(json: bytes) -> int:
+    """How many ids there are."""
+    between = json.translate(None, b"0123456789")
+    if between != b"[%b]" % (b"," * (len(between) - 2)):
+        raise ValueError("no JSON array of token ids without blanks")
+    return len(between) - 1 if len(json) > 2 else 0
 
 
-def _link(previous: bytes, tokens: bytes) -> bytes:
-    return blake2b(previous + tokens, digest_size=DIGEST_BYTES).digest()
+def _digests(state: Any, text: memoryview) -> bytes:
+    """One digest for each full span; ``state`` has then taken in all of them and nothing more."""
+    update, digest = state.update, state.digest
+    found = []
+    for start in range(0, len(text) - SPAN_BYTES + 1, SPAN_BYTES):
+        update(text[start : start + SPAN_BYTES])
+        found.append(digest()[:DIGEST_BYTES])
+    return b"".join(found)
 
 
-def _chain(namespace: bytes, packed: bytes, count: int) -> Fingerprint:
-    step = SPAN_TOKENS * 4
-    digest = _root(namespace)
-    spans: list[bytes] = []
-    for offset in range(0, len(packed) - step + 1, step):
-        digest = blake2b(digest + packed[offset : offset + step], digest_size=DIGEST_BYTES).digest()
-        spans.append(digest)
-    tail = _link(digest, packed[len(spans) * step :]) if count else b""
-    return Fingerprint(count, b"".join(spans), tail)
+def _tail(root: bytes, spans: bytes, rest: bytes, count: int) -> bytes:
+    """Digest of everything, from the digest of all full spans and what follows them."""
+    if not count:
+        return b""
+    before = spans[-DIGEST_BYTES:] or root
+    return sha256(b"tail%b%b" % (before, rest)).digest()[:DIGEST_BYTES]

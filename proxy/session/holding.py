@@ -15,7 +15,11 @@ import orjson
 from proxy.session.fingerprint import DIGEST_BYTES, Fingerprint, PromptTokens
 from proxy.turn.reasons import Reason
 
-_VERSION = 1
+_VERSION = 2
+
+ABSENT_BYTES = 32
+"""Length of the field with which a record begins: why there is nothing to pull, filled up with
+blanks. Of fixed length, so that Redis can overwrite it in a mark without reading the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ def mark_of(holding: Holding, why: Reason) -> Holding:
     Without it a group that is given short leases would look as if it never came back later.
     It has no spans, so that it stays small: it can only be recognised as a whole.
     """
-    tokens = Fingerprint(holding.fingerprint.token_count, b"", holding.fingerprint.tail)
+    tokens = replace(holding.fingerprint, spans=b"")
     return replace(holding, id=holding.id + MARK, fingerprint=tokens, handle=None, absent=why)
 
 
@@ -82,22 +86,23 @@ def best_match(prompt: PromptTokens, candidates: list[Holding]) -> Match | None:
 
 
 def encode(holding: Holding) -> bytes:
-    """Record as stored: 4 bytes header length, JSON header, digests."""
+    """Record as stored: why it is absent, 4 bytes header length, JSON header, digests."""
     header = orjson.dumps(
         {
             "v": _VERSION,
             "worker": holding.worker,
             "epoch": holding.epoch,
             "tokens": holding.fingerprint.token_count,
+            "size": holding.fingerprint.size,
             "spans": holding.fingerprint.span_count,
             "handle": holding.handle,
-            "absent": holding.absent,
             "at": holding.kept_at,
             "group": holding.group,
         }
     )
     return b"".join(
         (
+            absent_field(holding.absent),
             len(header).to_bytes(4, "big"),
             header,
             holding.fingerprint.spans,
@@ -106,20 +111,28 @@ def encode(holding: Holding) -> bytes:
     )
 
 
+def absent_field(why: Reason | None) -> bytes:
+    """The field with which a record begins."""
+    return (why or "").encode().ljust(ABSENT_BYTES)
+
+
 def decode(id: str, record: bytes) -> Holding | None:
     """The holding in a stored record; None when it was written by an unknown version."""
     try:
-        size = int.from_bytes(record[:4], "big")
-        header = orjson.loads(record[4 : 4 + size])
+        start = ABSENT_BYTES + 4
+        end = start + int.from_bytes(record[ABSENT_BYTES:start], "big")
+        header = orjson.loads(record[start:end])
         if header["v"] != _VERSION:
             return None
-        cut = 4 + size + header["spans"] * DIGEST_BYTES
-        absent = header["absent"]
+        cut = end + header["spans"] * DIGEST_BYTES
+        absent = record[:ABSENT_BYTES].decode().rstrip()
         return Holding(
             id=id,
             worker=header["worker"],
             epoch=header["epoch"],
-            fingerprint=Fingerprint(header["tokens"], record[4 + size : cut], record[cut:]),
+            fingerprint=Fingerprint(
+                header["tokens"], header["size"], record[end:cut], record[cut:]
+            ),
             handle=header["handle"],
             absent=Reason(absent) if absent else None,
             kept_at=header.get("at", 0.0),
@@ -127,6 +140,9 @@ def decode(id: str, record: bytes) -> Holding | None:
         )
     except (ValueError, KeyError, TypeError):
         return None
+
+
+_INTEGERS = frozenset({int})
 
 
 def usable_handle(value: object) -> dict[str, Any] | None:
@@ -141,7 +157,7 @@ def usable_handle(value: object) -> dict[str, Any] | None:
     if not isinstance(blocks, list) or not blocks:
         return None
     for group in blocks:
-        if not isinstance(group, list) or not all(type(block) is int for block in group):
+        if not isinstance(group, list) or not _INTEGERS.issuperset(map(type, group)):
             return None
     if not any(blocks):
         return None

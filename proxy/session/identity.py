@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -94,15 +95,28 @@ def identity_of(
     cache_key: str | None = None,
 ) -> Identity:
     """The identity of these ids."""
-    scope = _digest(b"scope", tenant, model, cache_salt)
+    names = model, tenant, cache_salt, cache_key or ""
+    short = sum(map(len, names)) <= MAX_ID_LENGTH
+    scope, namespace = _remembered_scope(*names) if short else _scope(*names)
     return Identity(
         tenant=tenant_digest(tenant),
         scope=scope,
-        namespace=_digest(b"namespace", scope.hex(), cache_key or ""),
+        namespace=namespace,
         conversation=_digest(b"conversation", scope.hex(), conversation) if conversation else b"",
     )
 
 
+def _scope(model: str, tenant: str, cache_salt: str, cache_key: str) -> tuple[bytes, bytes]:
+    """Scope and namespace."""
+    scope = _digest(b"scope", tenant, model, cache_salt)
+    return scope, _digest(b"namespace", scope.hex(), cache_key)
+
+
+_remembered_scope = lru_cache(maxsize=1024)(_scope)
+"""Most requests name the same few; long names are not kept."""
+
+
+@lru_cache(maxsize=1024)
 def tenant_digest(tenant: str) -> bytes:
     """How a tenant appears in stored records (16 bytes)."""
     return _digest(b"tenant", tenant)

@@ -18,25 +18,31 @@ The holdings live in the slots of their scopes and no script touches both.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from proxy.retention import Entry
 from proxy.session.table import SessionTable
 
 SAMPLE = 64
-"""Entries among which the least valuable are looked for. A ledger up to this size is compared
-whole; of a larger one the victim is, with a chance of 0.96, among the worst twentieth."""
+"""Fewest entries among which the least valuable are looked for: a ledger up to this size is
+compared whole, and of a larger one a single victim is, with a chance of 0.96, among the worst
+twentieth."""
+PER_VICTIM = 8
+"""Entries compared for each one that must go, where several must: more costs every proxy time in
+which it answers nobody, fewer gives up better ones."""
+_MOST_SAMPLED = 1000
 _MOST_OVERDUE = 1000
 """Overdue entries dropped at once: more would keep Redis from other work."""
 _LINGER_MS = 60_000
 """An idle ledger goes this long after its last deadline."""
 
-# ARGV: budget, most overdue, sample size, expiry after a repair, lingering; then, in their order,
-# "add", id, blocks, milliseconds, record or "remove", id. The reply: sum, time, overdue and removed
-# entries, and a sample when the sum is above the budget.
+# ARGV: budget, sum to come down to, most overdue, smallest and largest sample, entries for each
+# victim, expiry after a repair, lingering; then, in their order, "add", id, blocks, milliseconds,
+# record or "remove", id or "take", id (removed as long as the sum is above what to come down to:
+# of several proxies that found the same excess the first one takes it). The reply: sum, time,
+# overdue, removed and taken entries, and a sample when the sum is above the budget.
 # A server short of memory may drop either key by itself (the private one does): then both start
 # anew from what is left, or blocks would be counted that no deadline could ever free.
 _UPDATE = """
@@ -44,11 +50,13 @@ local entries, deadlines, early = KEYS[1], KEYS[2], KEYS[3]
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local gone = {}
+local sum = tonumber(redis.call('HGET', entries, '#') or 0)
+local before = sum
 
 if redis.call('ZCARD', deadlines) ~= math.max(0, redis.call('HLEN', entries) - 1) then
   redis.call('DEL', deadlines)
   redis.call('HDEL', entries, '#')
-  local sum = 0
+  sum, before = 0, -1
   local all = redis.call('HGETALL', entries)
   for i = 1, #all, 2 do
     local blocks, deadline = string.match(all[i + 1], '^(%d+) (%d+)')
@@ -57,8 +65,8 @@ if redis.call('ZCARD', deadlines) ~= math.max(0, redis.call('HLEN', entries) - 1
   end
   if #all > 0 then
     redis.call('HSET', entries, '#', sum)
-    redis.call('PEXPIRE', entries, ARGV[4])
-    redis.call('PEXPIRE', deadlines, ARGV[4])
+    redis.call('PEXPIRE', entries, ARGV[7])
+    redis.call('PEXPIRE', deadlines, ARGV[7])
   end
 end
 
@@ -67,55 +75,69 @@ local function take(id, why)
   if not record then return false end
   redis.call('HDEL', entries, id)
   redis.call('ZREM', deadlines, id)
-  redis.call('HINCRBY', entries, '#', -tonumber(string.match(record, '^%d+')))
+  sum = sum - tonumber(string.match(record, '^%d+'))
   gone[#gone + 1] = why
   gone[#gone + 1] = id
   gone[#gone + 1] = record
   return true
 end
 
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', deadlines, '-inf', now, 'LIMIT', 0, ARGV[2])) do
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', deadlines, '-inf', now, 'LIMIT', 0, ARGV[3])) do
   take(id, 'expired')
 end
 
 local longest = 0
-local position = 6
+local enough = tonumber(ARGV[2])
+local known_early = redis.call('EXISTS', early) == 1
+local position = 9
 while position <= #ARGV do
-  local id = ARGV[position + 1]
-  local known = take(id, 'removed')
-  if ARGV[position] == 'remove' then
-    if not known then redis.call('ZADD', early, now, id) end
+  local what, id = ARGV[position], ARGV[position + 1]
+  if what == 'take' then
+    if sum > enough then take(id, 'taken') end
     position = position + 2
-  elseif redis.call('ZREM', early, id) == 1 then
-    position = position + 5
+  elseif what == 'remove' then
+    if not take(id, 'removed') then
+      redis.call('ZADD', early, now, id)
+      known_early = true
+    end
+    position = position + 2
   else
-    local blocks, left, rest = ARGV[position + 2], ARGV[position + 3], ARGV[position + 4]
-    local deadline = now + left
-    local record = blocks .. ' ' .. string.format('%.0f %.0f', deadline, now) .. ' ' .. rest
-    redis.call('HSET', entries, id, record)
-    redis.call('HINCRBY', entries, '#', blocks)
-    redis.call('ZADD', deadlines, deadline, id)
-    longest = math.max(longest, left)
+    take(id, 'removed')
+    if not known_early or redis.call('ZREM', early, id) == 0 then
+      local blocks, left, rest = ARGV[position + 2], ARGV[position + 3], ARGV[position + 4]
+      local deadline = now + left
+      local record = blocks .. ' ' .. string.format('%.0f %.0f', deadline, now) .. ' ' .. rest
+      redis.call('HSET', entries, id, record)
+      redis.call('ZADD', deadlines, deadline, id)
+      sum = sum + blocks
+      longest = math.max(longest, left)
+    end
     position = position + 5
   end
 end
-if redis.call('EXISTS', early) == 1 then
-  redis.call('ZREMRANGEBYSCORE', early, '-inf', now - ARGV[5])
-  redis.call('PEXPIRE', early, ARGV[5])
+if known_early then
+  redis.call('ZREMRANGEBYSCORE', early, '-inf', now - ARGV[8])
+  redis.call('PEXPIRE', early, ARGV[8])
+end
+local size = redis.call('ZCARD', deadlines)
+if size == 0 then
+  redis.call('DEL', entries)
+elseif sum ~= before then
+  redis.call('HSET', entries, '#', sum)
 end
 if longest > 0 then
-  local linger = string.format('%.0f', longest + ARGV[5])
+  local linger = string.format('%.0f', longest + ARGV[8])
   for _, key in ipairs({entries, deadlines}) do
     if redis.call('PTTL', key) < tonumber(linger) then redis.call('PEXPIRE', key, linger) end
   end
 end
 
-local sum = tonumber(redis.call('HGET', entries, '#') or 0)
-if redis.call('HLEN', entries) <= 1 then redis.call('DEL', entries) end
 local sample = {}
 local budget = tonumber(ARGV[1])
 if budget >= 0 and sum > budget then
-  sample = redis.call('HRANDFIELD', entries, ARGV[3], 'WITHVALUES')
+  local victims = math.ceil((sum - enough) * size / sum)
+  local wanted = math.min(math.max(victims * ARGV[6], ARGV[4]), ARGV[5])
+  sample = redis.call('HRANDFIELD', entries, wanted + 1, 'WITHVALUES')
 end
 return {sum, string.format('%.0f', now), gone, sample}
 """
@@ -144,97 +166,66 @@ class Page:
     now: float
     expired: list[Entry]
     removed: list[Entry]
+    taken: list[Entry]
     candidates: list[Entry]
 
 
-@dataclass(slots=True)
-class _Call:
-    """One caller's part of a batch."""
-
-    arguments: list[Any]
-    budget: int | None
-    answer: asyncio.Future[Page]
-
-
 class Ledger:
-    """Reads and writes all ledgers. Raises ``TableUnavailable`` as the session table does.
-
-    Of each ledger one update is under way at a time, and what comes meanwhile goes along with the
-    next: so a busy proxy makes few calls, and its own arrive in the order in which they were made.
-    """
+    """Reads and writes all ledgers. Raises ``TableUnavailable`` as the session table does."""
 
     def __init__(self, table: SessionTable) -> None:
         self._table = table
         self._update = table.script(_UPDATE)
         self._all = table.script(_ALL)
-        self._waiting: dict[Place, list[_Call]] = {}
-        self._senders: dict[Place, asyncio.Task[None]] = {}
 
     async def update(
         self,
         place: Place,
         *,
-        add: Entry | None = None,
-        seconds: float = 0.0,
-        remove: Sequence[str] = (),
+        add: Iterable[tuple[Entry, float]] = (),
+        remove: Iterable[str] = (),
+        take: Iterable[str] = (),
         budget: int | None = None,
+        enough: int = 0,
     ) -> Page:
-        """Drop what is overdue and ``remove``, then ``add`` an entry for ``seconds``; what is left.
+        """Drop what is overdue and ``remove``, then ``add`` entries for so many seconds each, then
+        ``take`` entries as long as their sum is above ``enough`` blocks; what is left.
 
-        An entry with the id of an older one replaces it. What a batch dropped is told to one of
-        its callers only.
+        An entry with the id of an older one replaces it. An id that is removed before it was added
+        is not added within the next minute.
         """
-        arguments: list[Any] = [word for id in remove for word in ("remove", id)]
-        if add is not None:
-            arguments += ["add", add.id, add.blocks, int(seconds * 1000), add.encode()]
-        call = _Call(arguments, budget, asyncio.get_running_loop().create_future())
-        self._waiting.setdefault(place, []).append(call)
-        if place not in self._senders:
-            self._senders[place] = asyncio.create_task(self._send(place), name="ledger")
-        return await call.answer
-
-    async def _send(self, place: Place) -> None:
-        try:
-            while batch := self._waiting.pop(place, None):
-                try:
-                    page = await self._sent(place, batch)
-                except Exception as error:
-                    for call in batch:
-                        if not call.answer.done():
-                            call.answer.set_exception(error)
-                    continue
-                for call in batch:
-                    if not call.answer.done():
-                        call.answer.set_result(page)
-                        page = replace(page, expired=[], removed=[])
-        finally:
-            del self._senders[place]
-
-    async def _sent(self, place: Place, batch: list[_Call]) -> Page:
-        budgets = [call.budget for call in batch if call.budget is not None]
+        changes: list[Any] = []
+        for id in remove:
+            changes += ("remove", id)
+        for entry, seconds in add:
+            changes += ("add", entry.id, entry.blocks, int(seconds * 1000), entry.encode())
+        for id in take:
+            changes += ("take", id)
         reply = await self._table.run(
             self._update,
             keys=_keys(place),
             args=[
-                budgets[-1] if budgets else -1,
+                -1 if budget is None else budget,
+                enough,
                 _MOST_OVERDUE,
-                SAMPLE + 1,  # the sum's field may be among them
+                SAMPLE,
+                _MOST_SAMPLED,
+                PER_VICTIM,
                 _LONGEST_MS,
                 _LINGER_MS,
-                *(word for call in batch for word in call.arguments),
+                *changes,
             ],
         )
         blocks, now, gone, sample = reply
-        expired: list[Entry] = []
-        removed: list[Entry] = []
+        told: dict[bytes, list[Entry]] = {b"expired": [], b"removed": [], b"taken": []}
         for why, id, record in zip(gone[::3], gone[1::3], gone[2::3], strict=True):
-            entry = Entry.decode(id.decode(), record)
-            (expired if why == b"expired" else removed).append(entry)
+            told[why].append(Entry.decode(id.decode(), record))
         return Page(
             blocks=blocks,
             now=int(now) / 1000,
-            expired=expired,
-            removed=removed,
+            expired=told[b"expired"],
+            removed=told[b"removed"],
+            taken=told[b"taken"],
             candidates=_entries(sample),
         )
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from proxy.errors import Overloaded
 from proxy.metrics import Metrics
@@ -46,9 +44,11 @@ class Admission:
         """Return when no turn runs or waits."""
         await self._idle.wait()
 
-    @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Raises ``Overloaded``. Leaving the block gives the place to the next in line."""
+    def place(self) -> Place:
+        """Entering raises ``Overloaded``. Leaving the block gives the place to the next in line."""
+        return Place(self)
+
+    async def enter(self) -> None:
         if self.draining:
             self._metrics.refused_turns.labels("draining").inc()
             raise Overloaded(
@@ -61,10 +61,6 @@ class Admission:
             self._idle.clear()
         else:
             await self._queue()
-        try:
-            yield
-        finally:
-            self._leave()
 
     async def _queue(self) -> None:
         if self.queued >= self._max_queued:
@@ -79,7 +75,7 @@ class Admission:
                 await place
         except BaseException as error:
             if place.done() and not place.cancelled():
-                self._leave()  # the place came in the same moment: pass it on
+                self.leave()  # the place came in the same moment: pass it on
             else:
                 place.cancel()
                 self._waiting.remove(place)
@@ -92,7 +88,7 @@ class Admission:
                 ) from None
             raise
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         while self._waiting:
             place = self._waiting.popleft()
             if not place.done():
@@ -101,6 +97,21 @@ class Admission:
         self.in_flight -= 1
         if self.in_flight == 0:
             self._idle.set()
+
+
+class Place:
+    """``async with``: a turn's place."""
+
+    __slots__ = ("_admission",)
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    async def __aenter__(self) -> None:
+        await self._admission.enter()
+
+    async def __aexit__(self, *how: object) -> None:
+        self._admission.leave()
 
 
 class RetryBudget:

@@ -34,6 +34,11 @@ class Background:
         """Finish ``work`` even if the turn is cancelled meanwhile: half done, it would leak."""
         await asyncio.shield(self.start(work, name))
 
+    @property
+    def closing(self) -> bool:
+        """From now on nothing pauses."""
+        return self._closing.is_set()
+
     async def pause(self, seconds: float) -> None:
         """Sleep, but not on when the proxy is being closed."""
         if seconds > 0:
@@ -44,8 +49,10 @@ class Background:
                 pass
 
     async def close(self) -> None:
-        """Let what is under way finish, for a moment."""
+        """Let what is under way, and what it starts, finish, for a moment."""
         self._closing.set()
-        if self.tasks:
-            await asyncio.wait(self.tasks, timeout=_CLOSE_SECONDS)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _CLOSE_SECONDS
+        while self.tasks and (left := until - loop.time()) > 0:
+            await asyncio.wait(self.tasks, timeout=left)
         await end(list(self.tasks))

@@ -1,8 +1,8 @@
 """[io] Performs a turn: tokenise, find and claim, plan, prefill, decode, relay, commit.
 
 The decisions are in ``planner`` (what to do) and ``wire`` (what to say), the single steps in
-``lookup``, ``prefill_leg``, ``decode_leg`` and ``keeping``; here is only their order and what
-happens when one fails. The rules that these files must keep:
+``lookup``, ``prefill_leg``, ``decode_leg``, ``push_leg`` and ``keeping``; here is only their order
+and what happens when one fails. The rules that these files must keep:
 
 * a claimed holding is pulled once or released, whatever happens;
 * before the first content byte a failure is repeated cold, unseen by the client; after it, never;
@@ -28,8 +28,9 @@ from proxy.turn.books import Books
 from proxy.turn.decode_leg import DecodeLeg, Repeatable
 from proxy.turn.lookup import Lookup
 from proxy.turn.parts import Parts, busy
-from proxy.turn.plan import ColdPrefill, DecodeLocalAppend, DecodeOnly
+from proxy.turn.plan import ColdPrefill, DecodeLocalAppend, DecodeOnly, Push, TurnPlan
 from proxy.turn.prefill_leg import PrefillLeg
+from proxy.turn.push_leg import PushLeg
 from proxy.turn.reasons import Reason
 from proxy.turn.record import Prompt, Sink, Turn
 from proxy.turn.releases import Releases
@@ -80,6 +81,7 @@ class Conductor:
         self._lookup = Lookup(self._parts)
         self._prefill = PrefillLeg(self._parts)
         self._decode = DecodeLeg(self._parts)
+        self._push = PushLeg(self._parts, self._decode)
         self.recent = RecentTurns(settings.recent_turns)
         self.retention.on_given_up = self.recent.given_up
         self._books = Books(metrics, self.recent)
@@ -145,14 +147,20 @@ class Conductor:
                 turn.decode_computes(decode, plan.tokens)
             try:
                 with busy(decode):
-                    await self._decode.perform(turn, decode, handle, prompt, sink, append=append)
+                    if isinstance(plan, Push) and prefill is not None:
+                        await self._push.perform(turn, plan, prompt, prefill, decode, sink)
+                    else:
+                        await self._decode.perform(
+                            turn, decode, handle, prompt, sink, append=append
+                        )
                 self._learn(turn, decode, prompt)
                 return
             except WorkerRefused:
                 decode.answered()  # its verdict is about the request, and proves it alive
                 raise
             except Repeatable as failure:
-                self._decode_failed(turn, decode, failure.error, with_handle=handle is not None)
+                handed = handle is not None or turn.route == Push.route
+                self._decode_failed(turn, decode, failure.error, with_handle=handed)
                 if turn.attempts >= 2 or turn.bound_to:
                     raise failure.error from failure
                 if not self._parts.retries.spend():
@@ -175,7 +183,7 @@ class Conductor:
                 if not isinstance(plan, DecodeOnly):
                     prefill = pool.choose(Role.PREFILL, now=now, model=turn.model, beside=decode)
                     if prefill is not None and decode.transfers_allowed(now):
-                        plan = ColdPrefill(Reason.DECODE_RETRIED)
+                        plan = _again_through(prefill)
                     else:
                         plan = DecodeOnly(Reason.TRANSFER_BLOCKED)
                     turn.adopt(plan)
@@ -210,3 +218,9 @@ class Conductor:
     def finished(self, turn: Turn, outcome: str) -> None:
         """Count and log a turn, once, however it ended."""
         self._books.close(turn, outcome)
+
+
+def _again_through(prefill: Worker) -> TurnPlan:
+    if prefill.transfer_mode == "push":
+        return Push(Reason.DECODE_RETRIED, together=False)
+    return ColdPrefill(Reason.DECODE_RETRIED)

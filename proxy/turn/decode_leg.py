@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -24,6 +25,16 @@ from proxy.workers.worker import rank_of
 _LAST_WORDS_SECONDS = 0.05
 """How long a plain answer may still arrive after its client left: decode may have finished and
 pinned blocks in that very moment, and only the answer says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What the two legs of a push turn share: the request id, fields of the body, and how many
+    seconds longer decode's first byte may take, because prefill has only begun."""
+
+    request_id: str
+    shared: Mapping[str, Any]
+    wait: float
 
 
 class Repeatable(Exception):
@@ -50,9 +61,13 @@ class DecodeLeg:
         sink: Sink,
         *,
         append: bool = False,
+        pair: Pair | None = None,
     ) -> None:
-        """Answer through ``sink``. ``append``: without a handle, on what decode has itself."""
-        transfers = handle is not None or append
+        """Answer through ``sink``. ``append``: without a handle, on what decode has itself.
+
+        ``pair``: prefill pushes. Nothing is kept then: nobody could read it.
+        """
+        transfers = (handle is not None or append) and pair is None
         keep = transfers and prompt is not None and self._parts.keeps(worker)
         lease = 0.0
         if keep and prompt is not None:
@@ -67,19 +82,23 @@ class DecodeLeg:
             caller=turn.caller,
             worker=worker.name,
             append=append,
+            shared=pair.shared if pair else None,
         )
         kept_prompt = prompt.tokens if prompt and keep else None
+        first_byte = self._parts.settings.first_byte_timeout_seconds + (pair.wait if pair else 0)
         with turn.trace.span("decode"):
             headers = {
-                "X-Request-Id": f"{turn.request_id}-d{turn.attempts}",
+                "X-Request-Id": pair.request_id if pair else f"{turn.request_id}-d{turn.attempts}",
                 **turn.trace.headers(),
             }
             if append and turn.claimed and (rank := rank_of(turn.claimed.engine_id)) is not None:
                 headers["X-data-parallel-rank"] = str(rank)  # each rank has its own prefix cache
             if turn.streamed:
-                await self._decode_stream(turn, worker, body, headers, kept_prompt, sink)
+                await self._decode_stream(
+                    turn, worker, body, headers, kept_prompt, sink, first_byte
+                )
             else:
-                await self._decode_whole(turn, worker, body, headers, kept_prompt, sink)
+                await self._decode_whole(turn, worker, body, headers, kept_prompt, sink, first_byte)
 
     async def _decode_whole(
         self,
@@ -89,13 +108,14 @@ class DecodeLeg:
         headers: dict[str, str],
         prompt: PromptTokens | None,
         sink: Sink,
+        first_byte_timeout: float,
     ) -> None:
         call = asyncio.ensure_future(
             self._parts.client.call(
                 worker,
                 turn.dialect.path,
                 body,
-                timeout=self._parts.settings.first_byte_timeout_seconds,
+                timeout=first_byte_timeout,
                 headers=headers,
             )
         )
@@ -138,6 +158,7 @@ class DecodeLeg:
         headers: dict[str, str],
         prompt: PromptTokens | None,
         sink: Sink,
+        first_byte_timeout: float,
     ) -> None:
         settings = self._parts.settings
         dialect = turn.dialect
@@ -164,10 +185,10 @@ class DecodeLeg:
                 worker,
                 turn.dialect.path,
                 body,
-                first_byte_timeout=settings.first_byte_timeout_seconds,
+                first_byte_timeout=first_byte_timeout,
                 headers=headers,
             ) as response:
-                timeout = settings.first_byte_timeout_seconds
+                timeout = first_byte_timeout
                 try:
                     while True:
                         data = await self._parts.client.read_some(

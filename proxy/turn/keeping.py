@@ -90,12 +90,11 @@ class Keeping:
         retention.turn_kept(turn)
         stored: bool | None = False
         mark = 0.0
-        entered = None
+        entered = False
         if ttl > 0 and holding.handle is not None:
             mark = max(ttl, MARK_SECONDS)
-            entered = retention.ended(
-                turn, worker, holding, usable_seconds=ttl, pinned_seconds=pinned
-            )
+            entered = True
+            retention.ended(turn, worker, holding, usable_seconds=ttl, pinned_seconds=pinned)
         try:
             if ttl > 0:
                 with turn.trace.span("commit"), self._parts.table_operation("commit"):
@@ -106,8 +105,10 @@ class Keeping:
             log.event("commit_failed", request=turn.request_id, error=str(error))
             stored = False if error.certain else None
         finally:
-            if entered is not None:  # never left waiting: it would hold back the ledger
-                entered.set_result(stored)
+            if entered and stored:
+                retention.stored(worker, holding)
+            elif entered and stored is False:
+                retention.not_stored(worker, holding)
         if holding.handle is not None:
             self._parts.metrics.commits.labels("stored" if stored else "not_stored").inc()
         else:

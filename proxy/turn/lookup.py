@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
@@ -33,6 +34,7 @@ from proxy.turn.plan import ColdPrefill, DecodeLocalAppend, DecodeOnly, PrefillW
 from proxy.turn.planner import (
     Append,
     Limits,
+    plan_push,
     plan_turn,
     unusable_now,
     wants_claim,
@@ -42,6 +44,8 @@ from proxy.turn.record import Prompt, Turn
 from proxy.turn.renderings import renderings
 from proxy.workers.pairs import why_no_pull
 from proxy.workers.pool import Role, Worker
+
+T = TypeVar("T")
 
 _ASKED_FOR_TOKENS = (Role.PREFILL, Role.DECODE)
 """Either can say what a prompt's token ids are; prefill is asked first."""
@@ -76,9 +80,10 @@ class Lookup:
         """Token ids of the prompt, or None and why they are not known."""
         if turn.dialect.has_media(turn.body):
             return None, Reason.MEDIA
-        ids = turn.dialect.given_ids(turn.body)
-        if ids is not None:
-            return self._prompt(turn, ids)
+        given = turn.dialect.given_ids(turn.body)
+        if given is not None:
+            return self._prompt(turn, given)
+        ids: bytes | None = None
         with turn.leg("tokenise"), turn.trace.span("tokenise"):
             for worker in workers:
                 try:
@@ -92,18 +97,21 @@ class Lookup:
         return self._prompt(turn, ids)
 
     @staticmethod
-    def _prompt(turn: Turn, ids: list[int]) -> tuple[Prompt, Reason]:
-        tokens = PromptTokens(turn.identity.namespace, ids)
-        return Prompt(tokens, orjson.dumps(ids)), Reason.NEW_SESSION
+    def _prompt(turn: Turn, ids: list[int] | bytes) -> tuple[Prompt | None, Reason]:
+        try:
+            return Prompt(PromptTokens(turn.identity.namespace, ids)), Reason.NEW_SESSION
+        except ValueError:
+            return None, Reason.NOT_TOKENISED
 
     async def _rendered(
         self, worker: Worker, dialect: Dialect, body: dict[str, Any]
-    ) -> list[int] | None:
+    ) -> bytes | None:
+        """The prompt's token ids as a JSON array."""
         timeout = self._parts.settings.tokenise_timeout_seconds
         if dialect.render_path and worker.render is not False:
             try:
                 answers = [
-                    await self._parts.client.call(
+                    await self._parts.client.post(
                         worker,
                         dialect.render_path,
                         orjson.dumps(leg),
@@ -113,7 +121,7 @@ class Lookup:
                     for leg in await renderings(self._parts.client, worker, dialect, body, timeout)
                 ]
                 worker.render = True
-                return tokenise.agreed_ids(answers)
+                return _read(worker, tokenise.agreed_ids, answers)
             except WorkerRefused as refusal:
                 if not tokenise.render_is_off(refusal.status, _object(refusal.body)):
                     raise
@@ -122,14 +130,14 @@ class Lookup:
         request = dialect.tokenize_request(body)
         if request is None:
             return None
-        answer = await self._parts.client.call(
+        answer = await self._parts.client.post(
             worker,
             tokenise.TOKENIZE_PATH,
             orjson.dumps(request),
             timeout=timeout,
             repeatable=True,
         )
-        return tokenise.token_ids(answer)
+        return _read(worker, tokenise.token_ids, answer)
 
     async def decide(self, turn: Turn) -> Decision:
         """The plan of a turn and the workers that perform it. Raises ``NoWorker``.
@@ -167,6 +175,14 @@ class Lookup:
             return Decision(DecodeOnly(Reason.NO_PREFILL_WORKER), None, decode, None)
         if not decode.transfers_allowed(now):
             return Decision(DecodeOnly(Reason.TRANSFER_BLOCKED), None, decode, None)
+        if prefill.transfer_mode == "push":
+            push = plan_push(
+                place_known=bool(prefill.push_place),
+                engines=prefill.engines,
+                steady=parts.settings.push_together and prefill.pulls_allowed(now),
+                decode_waiting=decode.waiting,
+            )
+            return Decision(push, prompt, decode, prefill)
         if match is not None and prompt is not None:
             with turn.trace.span("claim"):
                 match, miss = await self._claim(turn, match, prefill)
@@ -198,6 +214,8 @@ class Lookup:
         found = pool.candidates(Role.PREFILL, now=now, model=turn.model, beside=decode)
         if prompt is None:
             return pool.choose(Role.PREFILL, now=now, model=turn.model, beside=decode)
+        if len(found) < 2:
+            return pool.given(found[0], now) if found else None
         tokens = prompt.tokens
         situations = {
             each.name: self._situation(prompt, match, each, decode, now) for each in found
@@ -383,6 +401,14 @@ def _unverified(prompt: PromptTokens, candidates: list[Holding]) -> Match | None
         return None
     newest = candidates[0]
     return Match(newest, min(len(prompt), newest.fingerprint.token_count))
+
+
+def _read(worker: Worker, read: Callable[[T], bytes | None], answer: T) -> bytes | None:
+    """Raises ``WorkerFailed`` for an answer that is no answer."""
+    try:
+        return read(answer)
+    except ValueError as error:
+        raise WorkerFailed(worker.name, 200, f"answered {error}") from None
 
 
 def _object(body: bytes) -> dict[str, Any] | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from proxy.errors import TableUnavailable
@@ -42,24 +40,40 @@ class Parts:
         them."""
         return self.reuse_on and self.pool.pullable(decode)
 
-    @contextmanager
-    def table_operation(self, name: str) -> Iterator[None]:
+    def table_operation(self, name: str) -> _TableOperation:
         """Time an operation of the table and count its failure."""
-        start = time.monotonic()
-        try:
-            yield
-        except TableUnavailable:
-            self.metrics.table_failures.labels(name).inc()
-            raise
-        finally:
-            self.metrics.table_seconds.labels(name).observe(time.monotonic() - start)
+        return _TableOperation(self.metrics, name)
 
 
-@contextmanager
-def busy(worker: Worker, tokens: int = 0) -> Iterator[None]:
+class _TableOperation:
+    # A class, as below: a generator costs each turn several times as much.
+    __slots__ = ("_metrics", "_name", "_start")
+
+    def __init__(self, metrics: Metrics, name: str) -> None:
+        self._metrics = metrics
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is not None and issubclass(kind, TableUnavailable):
+            self._metrics.table_failures.labels(self._name).inc()
+        took = time.monotonic() - self._start
+        self._metrics.table_seconds.labels(self._name).observe(took)
+
+
+class busy:  # used as a statement
     """The worker has one more turn, with so many prompt tokens to compute."""
-    worker.given(tokens)
-    try:
-        yield
-    finally:
-        worker.done(tokens)
+
+    __slots__ = ("_tokens", "_worker")
+
+    def __init__(self, worker: Worker, tokens: int = 0) -> None:
+        self._worker = worker
+        self._tokens = tokens
+
+    def __enter__(self) -> None:
+        self._worker.given(self._tokens)
+
+    def __exit__(self, *how: object) -> None:
+        self._worker.done(self._tokens)

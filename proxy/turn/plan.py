@@ -57,4 +57,16 @@ class DecodeOnly:
     reason: Reason
 
 
-TurnPlan = ColdPrefill | PrefillWithPull | DecodeLocalAppend | DecodeOnly
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Prefill computes the whole prompt and writes it into decode's blocks.
+
+    ``together``: both legs are sent at once, else decode's when prefill has answered.
+    """
+
+    route: ClassVar[str] = "push"
+    reason: Reason
+    together: bool
+
+
+TurnPlan = ColdPrefill | PrefillWithPull | DecodeLocalAppend | Push | DecodeOnly

@@ -8,6 +8,8 @@ Five questions, each a function here, asked in this order by the conductor:
 ``expect``       what would each route cost? (``turn/expectation.py``)
 ``plan_turn``    given what was claimed and that, which plan?
 
+Workers that push have no history to claim: ``plan_push`` takes the place of the last four.
+
 Whatever is claimed ends up in the plan: pulled, or under ``release``.
 """
 
@@ -20,7 +22,7 @@ from typing import Any
 
 from proxy.session.holding import Holding, Match
 from proxy.turn.expectation import Expected
-from proxy.turn.plan import ColdPrefill, DecodeLocalAppend, PrefillWithPull, TurnPlan
+from proxy.turn.plan import ColdPrefill, DecodeLocalAppend, PrefillWithPull, Push, TurnPlan
 from proxy.turn.reasons import Reason
 
 
@@ -176,6 +178,20 @@ def plan_turn(
     tokens, blocks = cut
     reason = Reason.HISTORY_GREW if match.complete else Reason.HISTORY_CUT
     return PrefillWithPull(reason, holding, tokens, blocks)
+
+
+def plan_push(*, place_known: bool, engines: int | None, steady: bool, decode_waiting: int) -> Push:
+    """The plan for two workers that push.
+
+    ``place_known``: are the coordinates of prefill's engine known, which decode must name before
+    prefill answers? ``engines``: data-parallel engines behind prefill's address; which of several
+    will take the request is not known. ``steady`` False: prefill left decode waiting lately, or no
+    such risk is to be taken (``push_together``).
+    ``decode_waiting``: requests queued on decode. One that waits longer than prefill keeps its
+    blocks (30 s) finds them gone; only a request that carries prefill's answer prolongs that.
+    """
+    together = place_known and (engines or 1) == 1 and steady and decode_waiting == 0
+    return Push(Reason.PUSH_ONE_WAY if together else Reason.PUSH_IN_TURN, together)
 
 
 def _bearable(append: Append, limits: Limits, expected: Expected | None) -> bool:

@@ -17,6 +17,7 @@ from proxy.turn.plan import (
     DecodeLocalAppend,
     DecodeOnly,
     PrefillWithPull,
+    Push,
     TurnPlan,
 )
 from proxy.turn.reasons import Reason
@@ -44,12 +45,15 @@ class PrefillLeg:
         decode: Worker,
     ) -> dict[str, Any] | None:
         """Prefill's handle for decode, or None when decode must compute the prompt itself."""
-        if isinstance(plan, (DecodeOnly, DecodeLocalAppend)) or worker is None:
+        if isinstance(plan, (DecodeOnly, DecodeLocalAppend, Push)) or worker is None:
             return None
         turn.stage = "prefill"
         pull = plan if isinstance(plan, PrefillWithPull) else None
         release = plan.release if isinstance(plan, ColdPrefill) else None
         tried: list[str] = []
+        along: Holding | None = None
+        if pull is None and release is None and prompt is not None and turn.claimed is None:
+            along = release = turn.claimed = self._parts.releases.take_along(worker)
         while True:
             warm = pull is not None or release is not None
             turn.prefill_worker = worker.name
@@ -62,7 +66,9 @@ class PrefillLeg:
                     turn.trace.span("prefill"),
                 ):
                     if warm:
-                        answer = await self._warm_call(turn, worker, prompt, pull, release)
+                        answer = await self._warm_call(
+                            turn, worker, prompt, pull, release, along=along is not None
+                        )
                     else:
                         answer = await self._prefill_call(turn, worker, prompt, None, None)
             except WorkerRefused:
@@ -90,7 +96,10 @@ class PrefillLeg:
                     if pull is not None:
                         turn.route, turn.reason = ColdPrefill.route, Reason.PULL_FAILED
                     pull = release = None
-                    if turn.claimed is not None:
+                    if along is not None:
+                        self._parts.releases.failed_along(turn.model, worker, along, error, 0)
+                        along = turn.claimed = None
+                    elif turn.claimed is not None:
                         # A failed read frees nothing on decode.
                         answered = isinstance(error, WorkerFailed)
                         self._parts.releases.later(
@@ -125,6 +134,8 @@ class PrefillLeg:
         if warm:
             turn.claimed = None
             worker.pull_succeeded()
+            if (spent := pull.holding if pull is not None else release) is not None:
+                self._parts.releases.proved(worker, spent)
             if release is not None:
                 self._parts.metrics.releases.labels("with_prefill").inc()
         worker.answered()
@@ -137,6 +148,10 @@ class PrefillLeg:
         if reason := why_no_handover(worker, decode):
             log.event("pair_mismatch", prefill=worker.name, decode=decode.name, why=reason)
             turn.fall_to_decode(Reason.PAIR_MISMATCH)
+            return None
+        if worker.transfer_mode == "push":
+            worker.push_place = wire.push_place(handle)
+            turn.fall_to_decode(Reason.PUSH_FOUND)
             return None
         total, pulled, local = wire.reported_reuse(handle)
         turn.reused_tokens, turn.pulled_tokens, turn.prefill_cached_tokens = total, pulled, local
@@ -160,6 +175,8 @@ class PrefillLeg:
         prompt: Prompt | None,
         pull: PrefillWithPull | None,
         release: Holding | None,
+        *,
+        along: bool,
     ) -> dict[str, Any]:
         """A prefill that carries a handle is not cancelled with its turn.
 
@@ -173,7 +190,7 @@ class PrefillLeg:
         except asyncio.CancelledError:
             holding, turn.claimed = turn.claimed, None
             self._parts.background.start(
-                self._abandoned_prefill(turn, worker, call, holding), "abandoned prefill"
+                self._abandoned_prefill(turn, worker, call, holding, along), "abandoned prefill"
             )
             raise
 
@@ -183,14 +200,17 @@ class PrefillLeg:
         worker: Worker,
         call: asyncio.Future[dict[str, Any]],
         holding: Holding | None,
+        along: bool,
     ) -> None:
         try:
             with busy(worker):
                 async with asyncio.timeout(self._parts.settings.abandoned_prefill_seconds):
                     await call
             self._parts.metrics.stranded_prefills.labels("client_left").inc()
-        except (WorkerError, TimeoutError):
-            if holding is not None:
+        except (WorkerError, TimeoutError) as error:
+            if along and holding is not None:
+                self._parts.releases.failed_along(turn.model, worker, holding, error, ABORT_SETTLES)
+            elif holding is not None:
                 await self._parts.releases.send(turn.model, holding, pause=ABORT_SETTLES)
 
     async def _prefill_call(

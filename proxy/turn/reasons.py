@@ -68,6 +68,18 @@ class Reason(StrEnum):
     """Prefill is expected to have the prompt computed before it could pull; the handle was
     released."""
 
+    # Workers that push: nothing flows back.
+    PUSH_ONE_WAY = "push_one_way"
+    """The workers run NixlPushConnector: prefill writes into decode, and both start together. vLLM
+    refuses bidirectional transfer there, so no history can flow back and nothing is kept."""
+    PUSH_IN_TURN = "push_in_turn"
+    """The same, but decode starts when prefill has answered: where this prefill worker's writes
+    come from is not known yet, it has several engines, it failed lately, or decode has a queue; or
+    ``push_together`` is off."""
+    PUSH_FOUND = "push_found"
+    """Prefill's answer was the first to say that it pushes, and decode cannot pair with it: decode
+    computed the prompt itself. Once for each start of a prefill worker without /server_info."""
+
     # Performed differently from the plan.
     PULL_FAILED = "pull_failed"
     """The warm prefill failed or timed out; the turn was prefilled cold instead."""

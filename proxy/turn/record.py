@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,7 +13,7 @@ from proxy.session.holding import Holding
 from proxy.session.identity import NOBODY, Caller, Identity
 from proxy.session.ledger import Place
 from proxy.turn.expectation import Expected
-from proxy.turn.plan import DecodeLocalAppend, DecodeOnly, PrefillWithPull, TurnPlan
+from proxy.turn.plan import DecodeLocalAppend, DecodeOnly, PrefillWithPull, Push, TurnPlan
 from proxy.turn.reasons import Reason
 from proxy.turn.trace import TurnTrace
 from proxy.workers.costs import Work
@@ -37,11 +34,10 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Room that was reserved in a ledger; ``entering`` is the call that does it."""
+    """Room that is reserved in a ledger."""
 
     place: Place
     id: str
-    entering: asyncio.Task[None]
 
 
 @dataclass(slots=True)
@@ -92,6 +88,7 @@ class Turn:
     _computing: tuple[Worker, int] | None = None
     handed_over: bool = True
     """False between prefill's answer and decode's first sign of life."""
+    legs_at_once: bool = False
     legs: dict[str, float] = field(default_factory=dict)
     trace: TurnTrace = field(default_factory=TurnTrace)
     last_piece: float = 0.0
@@ -136,6 +133,7 @@ class Turn:
         self.route = plan.route
         self.reason = plan.reason
         self.reused_tokens = 0
+        self.legs_at_once = isinstance(plan, Push) and plan.together
         if isinstance(plan, PrefillWithPull):
             self.planned_pull = plan.tokens
         elif isinstance(plan, DecodeLocalAppend):
@@ -181,16 +179,26 @@ class Turn:
         """Seconds of the legs up to the first content: what the plan is about."""
         if not self.streamed or "decode" not in self.legs:
             return None  # a whole answer's leg is as long as the answer
-        return self.legs.get("prefill", 0.0) + self.legs["decode"]
+        before = 0.0 if self.legs_at_once else self.legs.get("prefill", 0.0)
+        return before + self.legs["decode"]
 
-    @contextmanager
-    def leg(self, name: str) -> Iterator[None]:
+    def leg(self, name: str) -> _Leg:
         """Time a call to a worker."""
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.legs[name] = time.monotonic() - start
+        return _Leg(self.legs, name)
+
+
+class _Leg:
+    __slots__ = ("_legs", "_name", "_start")
+
+    def __init__(self, legs: dict[str, float], name: str) -> None:
+        self._legs = legs
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic()
+
+    def __exit__(self, *how: object) -> None:
+        self._legs[self._name] = time.monotonic() - self._start
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,4 +206,7 @@ class Prompt:
     """A tokenised prompt: hashed for comparison, and as JSON for both legs."""
 
     tokens: PromptTokens
-    json: bytes
+
+    @property
+    def json(self) -> bytes:
+        return self.tokens.json

@@ -13,7 +13,7 @@ import orjson
 
 from proxy import log
 from proxy.dialects.base import Dialect, parsed
-from proxy.errors import WorkerRefused
+from proxy.errors import WorkerFailed, WorkerRefused
 from proxy.turn import tokenise
 from proxy.workers.client import WorkerClient
 from proxy.workers.worker import Worker
@@ -42,9 +42,9 @@ async def renderings(
 async def _learn(
     client: WorkerClient, worker: Worker, dialect: Dialect, model: str, timeout: float
 ) -> int:
-    async def ask(path: str, leg: dict[str, Any]) -> dict[str, Any] | None:
+    async def ask(path: str, leg: dict[str, Any]) -> bytes | None:
         try:
-            return await client.call(
+            return await client.post(
                 worker, path, orjson.dumps(leg), timeout=timeout, repeatable=True
             )
         except WorkerRefused as refusal:
@@ -54,4 +54,8 @@ async def _learn(
 
     probe = dialect.render_probe(model)
     answers = [await ask(dialect.render_path, leg) for leg in dialect.render_requests(probe)]
-    return tokenise.rendering_used(answers, await ask(dialect.count_path, probe))
+    counted = await ask(dialect.count_path, probe)
+    try:
+        return tokenise.rendering_used(answers, parsed(counted) if counted else None)
+    except ValueError as error:
+        raise WorkerFailed(worker.name, 200, f"answered {error}") from None

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orjson
+
 TOKENIZE_PATH = "/tokenize"
 
 _SAME = (
@@ -65,18 +67,48 @@ def render_is_off(status: int, answer: Mapping[str, Any] | None) -> bool:
     return status in (403, 405) or (status == 404 and not (answer and "error" in answer))
 
 
-def token_ids(answer: Mapping[str, Any]) -> list[int] | None:
-    """The ids in a ``/render`` or ``/tokenize`` answer, None when they do not stand for the KV.
+_CUT_OUT = "\0ids"
+_BLANKS = (b" ", b"\n", b"\r", b"\t")
 
-    ``features`` describes media, whose placeholders have equal ids for different content.
+
+def token_ids(answer: bytes) -> bytes | None:
+    """The ids in a ``/render`` or ``/tokenize`` answer as a JSON array, None when there are none or
+    they do not stand for the KV. Raises ValueError for what is no JSON object.
+
+    ``features`` describes media, whose placeholders have equal ids for different content. The array
+    is cut out of the answer before that is read: to make numbers of the ids of a long prompt costs
+    more than all that is done with them.
     """
-    if answer.get("features"):
+    for name in (b'"token_ids":', b'"tokens":'):
+        start = answer.find(name + b"[") + len(name)
+        if start >= len(name):
+            end = answer.find(b"]", start) + 1
+            rest = _object(b'%b"\\u0000ids"%b' % (answer[:start], answer[end:]))
+            if rest is not None and _ids(rest) == _CUT_OUT:
+                found = answer[start:end]
+                if any(blank in found for blank in _BLANKS):
+                    break  # the ids are compared as text: it must have one form
+                return found if len(found) > 2 else None
+    whole = _object(answer)
+    if whole is None:
+        raise ValueError("no JSON object")
+    ids = _ids(whole)
+    return orjson.dumps(ids) if isinstance(ids, list) and ids else None
+
+
+def _ids(answer: Mapping[str, Any]) -> Any:
+    return None if answer.get("features") else answer.get("token_ids", answer.get("tokens"))
+
+
+def _object(data: bytes) -> dict[str, Any] | None:
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError:
         return None
-    ids = answer.get("token_ids", answer.get("tokens"))
-    return ids if isinstance(ids, list) and ids else None
+    return value if isinstance(value, dict) else None
 
 
-def agreed_ids(answers: Sequence[Mapping[str, Any]]) -> list[int] | None:
+def agreed_ids(answers: Sequence[bytes]) -> bytes | None:
     """The ids that all answers give, None when one gives none or another's."""
     first = token_ids(answers[0])
     return first if all(token_ids(each) == first for each in answers[1:]) else None
@@ -86,16 +118,15 @@ UNKNOWN = -1
 """In place of a rendering's index: it cannot be told."""
 
 
-def rendering_used(
-    answers: Sequence[Mapping[str, Any] | None], counted: Mapping[str, Any] | None
-) -> int:
+def rendering_used(answers: Sequence[bytes | None], counted: Mapping[str, Any] | None) -> int:
     """Which of several renderings of one request a worker uses (its index), by its own count of the
-    request's tokens; ``UNKNOWN`` when none has that length, or others have it with other ids."""
+    request's tokens; ``UNKNOWN`` when none has that length, or others have it with other ids.
+    Raises ValueError as ``token_ids``."""
     length = counted.get("input_tokens") if counted else None
     found = {
         index: ids
         for index, each in enumerate(answers)
-        if each and (ids := token_ids(each)) and len(ids) == length
+        if each and (ids := token_ids(each)) and ids.count(b",") + 1 == length
     }
     first = next(iter(found), UNKNOWN)
     return first if all(ids == found[first] for ids in found.values()) else UNKNOWN

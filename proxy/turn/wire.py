@@ -48,6 +48,10 @@ _SHOWS_PROMPT = ("return_prompt_text", "enable_response_messages")
 """Fields that put the prompt's text into the answer: decode must render it, ids have no text."""
 
 
+def _shows_prompt(body: Mapping[str, Any]) -> bool:
+    return any(body.get(field) for field in _SHOWS_PROMPT)
+
+
 def client_fields(body: dict[str, Any]) -> dict[str, Any]:
     """The client's body without what a client may not set."""
     clean = {key: value for key, value in body.items() if key not in STRIPPED_FROM_CLIENTS}
@@ -73,6 +77,42 @@ def transfer_for_prefill(
     if release is not None and release.handle is not None:
         return {**release.handle, "remote_num_tokens": 0}
     return {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+_PLACE = (
+    "remote_engine_id", "remote_host", "remote_port", "tp_size", "dcp_size", "pp_size",
+)  # fmt: skip
+
+
+def push_place(prefill_handle: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a handle of prefill's: what stays the same from turn to turn, its engine's coordinates."""
+    return {field: prefill_handle[field] for field in _PLACE if field in prefill_handle}
+
+
+def push_handle(place: Mapping[str, Any], pair_id: str) -> dict[str, Any]:
+    """A handle for decode before prefill has answered, if prefill pushes.
+
+    Decode then waits for writes; the request and block ids in it are read by nobody. How much of
+    the prompt prefill had cached is not known either: left out, decode would count all of it as
+    cached in the client's usage.
+    """
+    return {
+        **place,
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_request_id": pair_id,
+        "remote_block_ids": [],
+        "remote_prefill_cached_tokens": 0,
+        "transfer_mode": "push",
+    }
+
+
+def transfer_for_push(body: Mapping[str, Any], ids_json: bytes | None) -> dict[str, Any]:
+    """``kv_transfer_params`` of a prefill leg on decode's endpoint, with the ids for both."""
+    transfer = transfer_for_prefill(None)
+    if ids_json is not None and not _shows_prompt(body):
+        transfer["prompt_token_ids"] = orjson.Fragment(ids_json)
+    return transfer
 
 
 def prefill_body(
@@ -155,7 +195,7 @@ def decode_leg(
     leg = client_fields(body)
     if prefill_handle is not None or append:
         transfer: dict[str, Any] = {**(prefill_handle or {}), "kvloop": 1}
-        if ids_json is not None and not any(leg.get(field) for field in _SHOWS_PROMPT):
+        if ids_json is not None and not _shows_prompt(leg):
             transfer["prompt_token_ids"] = orjson.Fragment(ids_json)
         transfer["kvloop_lease_seconds"] = lease_seconds
         if lease_seconds and ask_ids and not leg.get("stream"):

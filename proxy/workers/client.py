@@ -68,7 +68,29 @@ class WorkerClient:
         headers: dict[str, str] | None = None,
         repeatable: bool = False,
     ) -> dict[str, Any]:
-        """POST, and the JSON object of a 200.
+        """POST, and the JSON object of a 200. ``repeatable``: see ``post``."""
+        answer = await self.post(
+            worker, path, body, timeout=timeout, headers=headers, repeatable=repeatable
+        )
+        try:
+            value = orjson.loads(answer)
+        except orjson.JSONDecodeError:
+            value = None
+        if not isinstance(value, dict):
+            raise WorkerFailed(worker.name, 200, "answered no JSON object")
+        return value
+
+    async def post(
+        self,
+        worker: Worker,
+        path: str,
+        body: bytes,
+        *,
+        timeout: float,
+        headers: dict[str, str] | None = None,
+        repeatable: bool = False,
+    ) -> bytes:
+        """POST, and the body of a 200.
 
         ``repeatable``: the call may reach the worker twice without harm, so a connection that was
         closed under it before a byte came back is answered with one more try on a fresh one.
@@ -85,13 +107,7 @@ class WorkerClient:
             )
         if response.status != 200:
             raise _refusal(worker, response, answer)
-        try:
-            value = orjson.loads(answer)
-        except orjson.JSONDecodeError:
-            value = None
-        if not isinstance(value, dict):
-            raise WorkerFailed(worker.name, response.status, "answered no JSON object")
-        return value
+        return answer
 
     async def _whole(
         self,
@@ -118,8 +134,7 @@ class WorkerClient:
         except HttpError as error:
             raise _unreachable(worker, error, f"no whole answer in {timeout:g} s") from error
 
-    @asynccontextmanager
-    async def stream(
+    def stream(
         self,
         worker: Worker,
         path: str,
@@ -127,19 +142,9 @@ class WorkerClient:
         *,
         first_byte_timeout: float,
         headers: dict[str, str] | None = None,
-    ) -> AsyncIterator[Response]:
+    ) -> _Stream:
         """POST whose 200 answer is read piece by piece; leaving the block closes the connection."""
-        async with self._opened(
-            worker, "POST", path, body, headers or _NO_HEADERS, first_byte_timeout
-        ) as response:
-            if response.status != 200:
-                late = f"no whole answer in {first_byte_timeout:g} s"
-                try:
-                    answer = await response.whole(first_byte_timeout)
-                except HttpError as error:
-                    raise _unreachable(worker, error, late) from error
-                raise _refusal(worker, response, answer)
-            yield response
+        return _Stream(self, worker, path, body, first_byte_timeout, headers or _NO_HEADERS)
 
     @asynccontextmanager
     async def forward(
@@ -177,7 +182,14 @@ class WorkerClient:
             yield response.status, response.content_type or "application/json", pieces
 
     @asynccontextmanager
-    async def _opened(
+    async def _opened(self, *what: Any, fresh: bool = False) -> AsyncIterator[Response]:
+        response = await self._open(*what, fresh=fresh)
+        try:
+            yield response
+        finally:
+            response.close()
+
+    async def _open(
         self,
         worker: Worker,
         method: str,
@@ -187,24 +199,24 @@ class WorkerClient:
         timeout: float,
         *,
         fresh: bool = False,
-    ) -> AsyncIterator[Response]:
-        """A response whose status is known."""
+    ) -> Response:
+        """A response whose status is known; whoever has it closes it."""
         connections = self._connections
         origin = connections.origin(worker.url)
         head = origin.head(method, path, body, headers)
         response: Response | None = None
         try:
-            try:
-                response = await connections.request(
-                    origin, head, body, whole=False, timeout=timeout, fresh=fresh
-                )
-                await response.head(timeout)
-            except HttpError as error:
-                raise _unreachable(worker, error, f"no answer in {timeout:g} s") from error
-            yield response
-        finally:
+            response = await connections.request(
+                origin, head, body, whole=False, timeout=timeout, fresh=fresh
+            )
+            await response.head(timeout)
+        except BaseException as error:
             if response is not None:
                 response.close()
+            if isinstance(error, HttpError):
+                raise _unreachable(worker, error, f"no answer in {timeout:g} s") from error
+            raise
+        return response
 
     async def read_some(
         self,
@@ -232,6 +244,41 @@ class WorkerClient:
     def arrived(self, response: Response) -> bytes:
         """What has arrived and was not read yet."""
         return response.arrived()
+
+
+class _Stream:
+    """``async with``: a 200's response. A class: a generator costs each turn several times more."""
+
+    __slots__ = ("_call", "_client", "_response")
+
+    def __init__(
+        self,
+        client: WorkerClient,
+        worker: Worker,
+        path: str,
+        body: bytes,
+        timeout: float,
+        headers: dict[str, str],
+    ) -> None:
+        self._client = client
+        self._call = worker, path, body, timeout, headers
+
+    async def __aenter__(self) -> Response:
+        worker, path, body, timeout, headers = self._call
+        response = await self._client._open(worker, "POST", path, body, headers, timeout)
+        if response.status != 200:
+            try:
+                answer = await response.whole(timeout)
+            except HttpError as error:
+                raise _unreachable(worker, error, f"no whole answer in {timeout:g} s") from error
+            finally:
+                response.close()
+            raise _refusal(worker, response, answer)
+        self._response = response
+        return response
+
+    async def __aexit__(self, *how: object) -> None:
+        self._response.close()
 
 
 def refused_connection(error: BaseException) -> bool:

@@ -27,7 +27,15 @@ _FLOOR_SECONDS = 0.02
 """A leg counts less the longer it took, down to this: a long leg's error is larger too."""
 _BESIDE_OTHERS = 0.3
 """Weight of a leg that had other work before it: its wait is only estimated."""
+_MANY = 20
+"""Legs of a kind from which on they may be thinned out,"""
+_APART_SECONDS = 0.02
+"""to one in this time: with hundreds a second the twenty that count would span a moment."""
+_REFIT_SECONDS = 0.1
+"""Between two fits of what is well known. A fit costs more than the rest of a turn's accounting."""
 _SWEEPS = 60
+_STILL = 1e-4
+"""Relative change of every factor at which a fit has come to rest."""
 _SIZE = 5
 
 
@@ -49,8 +57,8 @@ class LegCosts:
     """The factors of one worker's legs (or of a role's, for workers that are still unknown)."""
 
     __slots__ = (
-        "_factors", "_latest", "_most_computed", "_most_moved", "_products", "_seen", "_targets",
-        "error",
+        "_factors", "_fitted", "_latest", "_most_computed", "_most_moved", "_products", "_seen",
+        "_targets", "_unfitted", "error",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -59,6 +67,8 @@ class LegCosts:
         self._factors = [0.0] * _SIZE
         self._seen = {False: 0, True: 0}
         self._latest = {False: 0.0, True: 0.0}
+        self._fitted = float("-inf")
+        self._unfitted = False
         self._most_computed = 0
         self._most_moved = 0
         self.error = 0.0
@@ -67,21 +77,32 @@ class LegCosts:
     def observe(self, work: Work, seconds: float, now: float) -> None:
         """A leg did ``work`` in ``seconds``; ``now``: any clock that does not go back."""
         moves = work.moved > 0
+        if self._seen[moves] >= _MANY and now - self._latest[moves] < _APART_SECONDS:
+            self._reached(work)
+            return
         expected = self.expect(work, now)
         if expected:
             self.error += 0.1 * (abs(seconds - expected) / expected - self.error)
             seconds = min(seconds, expected * _SURPRISE)
         weight = (_BESIDE_OTHERS if work.ahead else 1.0) / max(seconds, _FLOOR_SECONDS)
         row = _features(work)
-        for i in range(_SIZE):
-            for j in range(_SIZE):
-                self._products[i][j] = self._products[i][j] * _KEPT + weight * row[i] * row[j]
-            self._targets[i] = self._targets[i] * _KEPT + weight * row[i] * seconds
-        self._fit()
+        for i, part in enumerate(row):
+            share = weight * part
+            self._products[i] = [
+                old * _KEPT + share * other
+                for old, other in zip(self._products[i], row, strict=True)
+            ]
+            self._targets[i] = self._targets[i] * _KEPT + share * seconds
+        self._unfitted = True
         if now - self._latest[moves] > _FRESH_SECONDS:
             self._seen[moves] = 0
         self._seen[moves] += 1
         self._latest[moves] = now
+        self._reached(work)
+        if self._seen[moves] <= _MANY:
+            self._fit(now)
+
+    def _reached(self, work: Work) -> None:
         self._most_computed = max(self._most_computed, work.computed)
         self._most_moved = max(self._most_moved, work.moved)
 
@@ -89,8 +110,14 @@ class LegCosts:
         """Seconds that ``work`` will take, or None when too little is known."""
         if not self.knows(work, now):
             return None
-        row = _features(work)
-        return sum(factor * part for factor, part in zip(self._factors, row, strict=True))
+        factors, row = self._up_to_date(now), _features(work)
+        return (
+            factors[0]
+            + factors[1] * row[1]
+            + factors[2] * row[2]
+            + factors[3] * row[3]
+            + factors[4] * row[4]
+        )
 
     def knows(self, work: Work, now: float) -> bool:
         moves = work.moved > 0
@@ -105,22 +132,38 @@ class LegCosts:
         """The part of ``work`` that keeps the worker computing: no constant, no transfer."""
         if not self.knows(work, now):
             return None
-        row = _features(work)
-        return self._factors[1] * row[1] + self._factors[2] * row[2]
+        factors, row = self._up_to_date(now), _features(work)
+        return factors[1] * row[1] + factors[2] * row[2]
 
-    def _fit(self) -> None:
+    def _up_to_date(self, now: float) -> list[float]:
+        if self._unfitted and now - self._fitted >= _REFIT_SECONDS:
+            self._fit(now)
+        return self._factors
+
+    def _fit(self, now: float) -> None:
         """Least squares with factors of zero or more, by coordinate descent from the last fit.
 
         The small addition on the diagonal keeps factors still that the legs do not tell apart.
         """
-        factors, products = self._factors, self._products
+        self._fitted, self._unfitted = now, False
+        factors, targets = self._factors, self._targets
+        rows = [(i, row, row[i]) for i, row in enumerate(self._products) if row[i] > 0]
         for _ in range(_SWEEPS):
-            for i in range(_SIZE):
-                diagonal = products[i][i]
-                if diagonal <= 0:
-                    continue
-                rest = sum(products[i][j] * factors[j] for j in range(_SIZE) if j != i)
-                factors[i] = max(0.0, (self._targets[i] - rest) / (diagonal * 1.000001))
+            moving = False
+            for i, row, diagonal in rows:
+                before = factors[i]
+                factors[i] = 0.0
+                rest = (
+                    row[0] * factors[0]
+                    + row[1] * factors[1]
+                    + row[2] * factors[2]
+                    + row[3] * factors[3]
+                    + row[4] * factors[4]
+                )
+                found = factors[i] = max(0.0, (targets[i] - rest) / (diagonal * 1.000001))
+                moving = moving or abs(found - before) > _STILL * found
+            if not moving:
+                break
 
 
 def _features(work: Work) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def why_no_handover(prefill: Worker, decode: Worker) -> str | None:
-    """Why decode cannot read this prefill's blocks, or None."""
+    """Why decode cannot have this prefill's blocks, or None."""
     if reason := _different(prefill, decode):
         return reason
     if not _divides(prefill.block_size, decode.block_size):
@@ -31,6 +31,9 @@ def why_no_pull(prefill: Worker, decode: Worker) -> str | None:
     Stricter than the way there: the token count and the block list are cut together, in blocks of
     one size.
     """
+    for worker in (prefill, decode):
+        if worker.transfer_mode == "push":
+            return f"{worker.role} runs NixlPushConnector, which vLLM refuses to make bidirectional"
     if reason := _different(prefill, decode):
         return reason
     if prefill.block_size and decode.block_size and prefill.block_size != decode.block_size:
@@ -44,11 +47,6 @@ def why_no_pull(prefill: Worker, decode: Worker) -> str | None:
 
 
 def _different(prefill: Worker, decode: Worker) -> str | None:
-    for worker in (prefill, decode):
-        if worker.transfer_mode == "push":
-            # vLLM refuses to make it bidirectional, and it pairs the legs of a turn by their
-            # request ids, which it makes differently on each endpoint (docs/routes.md).
-            return f"{worker.role} runs NixlPushConnector, which this proxy does not drive"
     if prefill.models and decode.models and not prefill.models & decode.models:
         return f"no model in common: {_names(prefill.models)} and {_names(decode.models)}"
     for what, one, other in (

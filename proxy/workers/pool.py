@@ -80,7 +80,8 @@ class Pool:
     def pullable(self, decode: Worker) -> bool:
         """Is there a prefill worker that can read what this decode worker keeps?"""
         return any(
-            each.role is Role.PREFILL and why_no_pull(each, decode) is None for each in self.workers
+            each.role is Role.PREFILL and why_no_pull(each, decode) is None
+            for each in self._by_name.values()
         )
 
     # Who is chosen.
@@ -100,12 +101,18 @@ class Pool:
         breaker is open: a breaker is a preference, only a probe takes a worker out of service.
         ``beside``: only workers that can exchange blocks with that one.
         """
-        found = [each for each in self.workers if each.role is role and _serving(each)]
-        found = [each for each in found if each.serves(model)]
-        if beside is not None:
-            found = [each for each in found if _hands_over(each, beside)]
-        avoided = set(avoid)
-        found = [each for each in found if each.name not in avoided] or found
+        found = [
+            each
+            for each in self._by_name.values()
+            if each.role is role
+            and each.healthy
+            and not each.draining
+            and each.serves(model)
+            and (beside is None or _hands_over(each, beside))
+        ]
+        if avoid:
+            avoided = set(avoid)
+            found = [each for each in found if each.name not in avoided] or found
         if now is not None:
             found = [each for each in found if each.in_favour(now)] or found
         return found
@@ -121,7 +128,7 @@ class Pool:
     ) -> Worker | None:
         """The less loaded of two at random."""
         found = self.candidates(role, avoid=avoid, now=now, model=model, beside=beside)
-        return self._given(self._lighter(found), now)
+        return self.given(self._lighter(found), now)
 
     def to_ask(self, role: Role, *, model: str, now: float) -> Worker | None:
         """A worker for a question beside the turn: it is no trial for an open breaker."""
@@ -144,11 +151,11 @@ class Pool:
             least = min(each.load for each in able)
             queued = own.waiting > 0 and own.kv_usage >= _FULL
             if own.load <= 2 * least + _STICKY_SLACK and not (queued and len(able) > 1):
-                return self._given(own, now)
+                return self.given(own, now)
             able = [each for each in able if each is not own]
         if key:
             able = ranked(key, able)[:2]
-        return self._given(self._lighter(able), now)
+        return self.given(self._lighter(able), now)
 
     def choose_prefill(
         self,
@@ -163,22 +170,22 @@ class Pool:
 
         ``found``: the ``candidates``; ``cost``: what the turn costs there, in any unit.
         """
-        if not found:
-            return None
+        if len(found) < 2:
+            return self.given(found[0], now) if found else None
         asked = self._dice.sample(found, min(2, len(found)))
         asked.append(max(found, key=cached))
         home = ranked(key, found)[0] if key else None
         if home is not None:
             asked.append(home)
         best = min(asked, key=lambda each: cost(each) * (_HOME_BONUS if each is home else 1))
-        return self._given(best, now)
+        return self.given(best, now)
 
     def _lighter(self, found: Sequence[Worker]) -> Worker | None:
-        if not found:
-            return None
+        if len(found) < 2:
+            return found[0] if found else None
         return min(self._dice.sample(found, min(2, len(found))), key=lambda each: each.load)
 
-    def _given(self, worker: Worker | None, now: float | None) -> Worker | None:
+    def given(self, worker: Worker | None, now: float | None) -> Worker | None:
         if worker is not None and now is not None:
             worker.chosen(now)
         return worker

@@ -35,6 +35,13 @@ class Verdicts:
             pause=self._settings.pull_pause_seconds,
         )
 
+    def left_waiting(self, worker: Worker) -> None:
+        """A prefill worker that pushes has left decode waiting: once is enough for a pause.
+
+        It pulls nothing, so the pause of its pulls is free to be that of sending both legs at once.
+        """
+        worker.pull_failed(time.monotonic(), limit=1, pause=self._settings.pull_pause_seconds)
+
     def read_failed(self, worker: Worker, error: WorkerError) -> None:
         """Decode failed while it carried a handle of prefill's."""
         if isinstance(error, WorkerFailed) and error.status != 503:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from proxy.workers.costs import LegCosts
 from proxy.workers.prefixes import PrefixGuess
@@ -54,6 +55,8 @@ class Worker:
     """Does it keep blocks for prefill (decode), or read them (prefill)? None: not known."""
     transfer_mode: str = ""
     """``pull`` or ``push``; empty: not known."""
+    push_place: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Of a prefill worker that pushes: what decode must know of its engine; empty: not known."""
     load_failure_policy: str = ""
     engines: int | None = None
     """Data-parallel engines behind this address."""
@@ -202,6 +205,9 @@ class Worker:
         """A new process: nothing that the old one held, or showed, is left."""
         self.engine_id = ""
         self.render = self.rendering = self.plugin = None
+        self.push_place = {}
+        if self.role is Role.DECODE:
+            self.transfer_mode = ""  # prefill says it again with its next handle
         self.prefixes.clear()
 
     def serves(self, model: str) -> bool:

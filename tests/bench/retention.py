@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvloop.advise import logs
-from proxy.retention import Entry, Groups, by_worth
-from proxy.session.ledger import SAMPLE
+from proxy.retention import Entry, Groups, to_give_up
+from proxy.session.ledger import PER_VICTIM, SAMPLE
+from proxy.turn.retaining import DOWN_TO
 
 BLOCK = 16
 TTL = 480.0
@@ -129,15 +130,19 @@ def replay(
         kept[session] = mine
         used += mine.blocks
         heapq.heappush(ends, (event.end + lease, session, event.end))
+        if policy == "worth" and used > limit:
+            enough = int(limit * DOWN_TO)
+            many = -(-(used - enough) * len(kept) // used)
+            wanted = max(SAMPLE, many * PER_VICTIM)
+            names = list(kept)
+            sample = names if len(names) <= wanted else rng.sample(names, wanted)
+            entries = [kept[name] for name in sample]
+            excess = used - enough
+            victims = to_give_up(entries, groups, now=event.end, excess=excess, must=excess)
+            for victim in victims or sample[:1]:
+                drop(victim, event.end)
         while used > limit:
-            if policy == "worth":
-                names = list(kept)
-                sample = names if len(names) <= SAMPLE else rng.sample(names, SAMPLE)
-                ranked = by_worth([kept[name] for name in sample], groups, now=event.end)
-                victim = ranked[0].id if ranked else sample[0]
-            else:
-                victim = min(kept, key=lambda name: kept[name].since)
-            drop(victim, event.end)
+            drop(min(kept, key=lambda name: kept[name].since), event.end)
     return hit, area, best
 
 

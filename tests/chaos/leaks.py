@@ -7,6 +7,7 @@ the table owns, a claimed handle that was neither pulled nor released, an open c
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ from tests.chaos.worker import ChaosWorker
 
 _ANSWERS_WITHIN = 30.0
 """Seconds beyond its time for which a count waits for Redis and the proxies on a busy machine."""
+
+_FAILED = re.compile(r'^kvloop_table_failures_total\{operation="(\w+)"\} (\S+)$', re.M)
 
 _OPEN = (psutil.CONN_ESTABLISHED, psutil.CONN_CLOSE_WAIT)
 
@@ -133,12 +136,22 @@ class LeakCounter:
         self._idle_tasks: dict[str, float] = {}
         self.open: set[Link] = set()
         """The connections that the last look counted."""
+        self.ownerless: set[PinId] = set()
+        """The pins that the last look counted."""
 
     async def note_idle(self) -> None:
         """Take the tasks that run now as those of an idle proxy."""
         for each in self.proxies:
             numbers = await gauges(each.metrics_url)
             self._idle_tasks[each.url] = numbers["kvloop_event_loop_tasks"]
+
+    def told(self) -> list[str]:
+        """What the last look counted, by name: pins, and connections that are still open."""
+        names = {_port(each.url): "proxy" for each in self.proxies}
+        names |= {each.port: f"{each.role} {each.engine_id}" for each in self._workers}
+        pinned_for = self._workers[0].cluster.pinned_for
+        pins = (f"pin of {pinned_for.get(pin)}" for pin in sorted(self.ownerless))
+        return [*pins, *named(self.open, names)]
 
     def extra_tasks(self, proxy: Served, numbers: dict[str, float]) -> int:
         """Tasks in the event loop beyond those of the idle proxy."""
@@ -161,10 +174,11 @@ class LeakCounter:
             await asyncio.sleep(self._probe_seconds)
             self.open &= open_connections(clients_of, workers)
         owned = await self._table.owned()
-        ownerless = {pin for each in self._workers for pin in each.pins_beyond(self._margin)}
-        ownerless -= owned
-        claimed = ownerless & self._table.ever
-        return Leaks(running, len(ownerless - claimed), len(claimed), len(self.open), tasks)
+        pins = {pin for each in self._workers for pin in each.pins_beyond(self._margin)}
+        self.ownerless = pins - owned
+        claimed = self.ownerless & self._table.ever
+        pins = self.ownerless - claimed
+        return Leaks(running, len(pins), len(claimed), len(self.open), tasks)
 
 
 async def settled(count: Callable[[], Awaitable[Leaks]], within: float) -> Leaks:
@@ -182,6 +196,24 @@ async def settled(count: Callable[[], Awaitable[Leaks]], within: float) -> Leaks
 
 async def gauges(url: str) -> dict[str, float]:
     """The samples without labels of a metrics page, asked on a connection that is closed."""
+    pairs = (line.rsplit(" ", 1) for line in (await _page(url)).splitlines())
+    return {name: float(value) for name, value in pairs if "{" not in name and name[0] != "#"}
+
+
+async def uncertain(proxies: Sequence[Served]) -> int:
+    """How often Redis was too late for a proxy that took or stored a handle.
+
+    It may have obeyed or not: each may have cost a pin that nobody can speak for.
+    """
+    found = 0
+    for each in proxies:
+        if each.serving:
+            for operation, count in _FAILED.findall(await _page(each.metrics_url)):
+                found += int(float(count)) if operation in ("claim", "commit", "evict") else 0
+    return found
+
+
+async def _page(url: str) -> str:
     async with (
         aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(force_close=True),
@@ -189,9 +221,7 @@ async def gauges(url: str) -> dict[str, float]:
         ) as session,
         session.get(url) as answer,
     ):
-        page = await answer.text()
-    pairs = (line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
-    return {name: float(value) for name, value in pairs if "{" not in name}
+        return await answer.text()
 
 
 def open_connections(clients_of: set[int], workers: set[int]) -> set[Link]:
@@ -203,6 +233,16 @@ def open_connections(clients_of: set[int], workers: set[int]) -> set[Link]:
         if link.laddr.port in clients_of or link.raddr.port in workers:
             found.add((link.laddr, link.raddr))
     return found
+
+
+def named(links: set[Link], names: dict[int, str]) -> list[str]:
+    """Connections with the ports' owners, the state and the process of the end that is ours."""
+    told = []
+    for link in psutil.net_connections(kind="tcp4"):
+        if link.raddr and (link.laddr, link.raddr) in links:
+            ends = (f"{names.get(end.port, end.port)}" for end in (link.laddr, link.raddr))
+            told.append("open " + " -> ".join(ends) + f" {link.status} pid {link.pid}")
+    return sorted(told)
 
 
 def _port(url: str) -> int:

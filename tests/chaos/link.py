@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from tests.chaos.steps import Step, Steps
+
 
 @dataclass
 class Manners:
@@ -27,12 +29,15 @@ class Manners:
 class Link:
     """``await open(target_port)``; then ``port``."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Steps | None = None) -> None:
         self.manners = Manners()
+        self._steps = steps or Steps()
         self.target = 0
         self.port = 0
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
+        self._holed: set[asyncio.StreamWriter] = set()
+        """Ends of connections that have lost data: no byte may follow a lost one, as with TCP."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, target: int) -> None:
@@ -60,6 +65,9 @@ class Link:
             yield
         finally:
             self.manners = Manners()
+            for each in self._holed:
+                each.transport.abort()
+            self._holed.clear()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -74,24 +82,34 @@ class Link:
             self._open.discard(writer)
             return
         self._open.add(there)
+        port = writer.get_extra_info("peername")[1]
         try:
             await asyncio.gather(
-                self._pass_on(reader, there, replies=False),
-                self._pass_on(there_reader, writer, replies=True),
+                self._pass_on(reader, there, port, replies=False),
+                self._pass_on(there_reader, writer, port, replies=True),
             )
         finally:
             for each in (writer, there):
                 each.transport.abort()
                 self._open.discard(each)
+                self._holed.discard(each)
 
     async def _pass_on(
-        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, replies: bool
+        self,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        port: int,
+        *,
+        replies: bool,
     ) -> None:
         with suppress(OSError):
             while data := await source.read(65536):
                 manners = self.manners
                 if manners.silent or (manners.swallow_replies and replies):
+                    self._holed.add(sink)
                     continue
+                if self._steps.awaited:
+                    self._steps.reached(Step.TABLE_DONE if replies else Step.TABLE, "", port)
                 if manners.delay:
                     await asyncio.sleep(manners.delay)
                 sink.write(data)

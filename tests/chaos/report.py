@@ -1,29 +1,135 @@
-"""The tables of a chaos run, and its verdict."""
+"""What chaos runs found: kept as JSON, shown as tables, with a verdict.
+
+Rows are kept one by one, so that one fault can be played again without all others. A part that is
+played as a whole starts anew.
+"""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from tests.bench.reuse import machine
-from tests.chaos.load import Verdict
+from tests.chaos.leaks import Leaks
+from tests.chaos.load import Tally, Verdict
 from tests.chaos.rounds import Row
-
-if TYPE_CHECKING:
-    from tests.chaos.wedge import Wedge
+from tests.chaos.wedge import Wedge
 
 _HEAD = (
     "fault", "sent", "right", "proper error", "left", "cut", "until lease",
     "wrong", "hung", "leaked",
 )  # fmt: skip
 
+_INTRODUCTION = """\
+# Chaos
 
-@dataclass(frozen=True)
-class Section:
-    title: str
-    text: str
-    complaints: list[str]
+Written by `make chaos`. Each row: clients ask while one part fails and comes back.
+
+| column | meaning |
+| --- | --- |
+| right | the whole answer that a cold run gives |
+| proper error | 429, 502, 503 or 504 in the API's form (429 and 503 with Retry-After), or a right \
+beginning and then an error event |
+| left | the client went away |
+| cut | the connection broke because its proxy was killed |
+| until lease | blocks that decode kept until their lease was over, because nobody was left who \
+could give them back; the reasons stand below each table |
+| wrong | anything else that came |
+| hung | no end in the time that a client waits |
+| leaked | what was still there when all had settled: running requests, pins without an owner in \
+the table, claimed handles neither pulled nor released, open connections, tasks |
+"""
+
+_SECTIONS = {
+    "scripted": (
+        "Scripted workers",
+        "Two prefill and two decode workers, which are real HTTP servers without a model and whose "
+        "answers depend on the tokens in their KV; a Valkey server behind a relay that can fail; "
+        "two proxy processes. Eight clients hold 32 conversations through them.\n",
+    ),
+    "pair": (
+        "The real pair",
+        "Two vLLM workers with NIXL between them on CPU, two proxy processes, a Valkey server. "
+        "Four clients. Every answer is compared with the one that prefill, which keeps nothing in "
+        "this profile, gives to the same messages.\n",
+    ),
+    "wedge": ("A decode worker of 24 blocks", ""),
+}
+
+
+class Results:
+    """Rows by part and fault, kept in a JSON file."""
+
+    def __init__(self, kept: dict[str, dict[str, Any]] | None = None) -> None:
+        self._kept = kept or {}
+
+    @classmethod
+    def read(cls, file: Path) -> Results:
+        """Of an earlier run; empty if there is none."""
+        return cls(json.loads(file.read_text()) if file.exists() else None)
+
+    def write(self, file: Path) -> None:
+        file.write_text(json.dumps(self._kept, indent=1) + "\n")
+
+    def forget(self, part: str) -> None:
+        """The part is played as a whole."""
+        self._kept.pop(part, None)
+
+    def add_row(self, part: str, row: Row, *, seed: int, seconds: float) -> None:
+        self._add(part, row.fault, seed, seconds, complaints([row]))
+        self._kept[part][row.fault] |= {
+            "verdicts": {verdict.value: count for verdict, count in row.tally.verdicts.items()},
+            "leaked": asdict(row.leaked),
+            "until_lease": row.until_lease,
+            "why": row.why if row.until_lease else "",
+        }
+
+    def add_wedge(self, wedge: Wedge, *, seed: int, seconds: float) -> None:
+        self._add("wedge", "wedge", seed, seconds, wedge.complaints)
+        self._kept["wedge"]["wedge"]["text"] = wedge.text()
+
+    def _add(self, part: str, name: str, seed: int, seconds: float, found: list[str]) -> None:
+        self._kept.setdefault(part, {})[name] = {
+            "seed": seed,
+            "seconds": round(seconds, 1),
+            "machine": machine(),
+            "complaints": found,
+        }
+
+    def complaints(self, part: str) -> list[str]:
+        return [line for each in self._kept.get(part, {}).values() for line in each["complaints"]]
+
+    def section(self, part: str) -> str:
+        """Markdown of one part, with its verdict."""
+        kept = list(self._kept[part].values())
+        title, text = _SECTIONS[part]
+        seeds = ", ".join(sorted({str(each["seed"]) for each in kept}))
+        where = "; ".join(sorted({each["machine"] for each in kept}))
+        minutes = max(1, round(sum(each["seconds"] for each in kept) / 60))
+        found = self.complaints(part)
+        verdict = "NOT CLEAN" if found else "clean"
+        parts = [f"## {title}\n", f"Seed {seeds}, {minutes} minutes, {where}: **{verdict}**.\n"]
+        if part == "wedge":
+            parts += [each["text"] for each in kept]
+        else:
+            rows = [_row(fault, each) for fault, each in self._kept[part].items()]
+            parts += [text, as_table(rows) + _strandings(rows)]
+        if found:
+            parts += ["Not clean:\n", *(f"- {line}" for line in found[:50]), ""]
+        return "\n".join(parts)
+
+    def document(self) -> str:
+        """The whole report in Markdown."""
+        return "\n".join([_INTRODUCTION, *map(self.section, filter(self._kept.get, _SECTIONS))])
+
+
+def _row(fault: str, kept: dict[str, Any]) -> Row:
+    verdicts = Counter({Verdict(name): count for name, count in kept["verdicts"].items()})
+    return Row(fault, Tally(verdicts), Leaks(**kept["leaked"]), kept["until_lease"], kept["why"])
 
 
 def as_table(rows: Sequence[Row]) -> str:
@@ -70,28 +176,6 @@ def complaints(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def scripted_section(rows: Sequence[Row]) -> Section:
-    text = (
-        "Two prefill and two decode workers, which are real HTTP servers without a model and whose "
-        "answers depend on the tokens in their KV; a Valkey server behind a relay that can fail; "
-        "two proxy processes. Eight clients hold 32 conversations through them.\n\n"
-    )
-    return Section("Scripted workers", text + as_table(rows) + _strandings(rows), complaints(rows))
-
-
-def pair_section(rows: Sequence[Row]) -> Section:
-    text = (
-        "Two vLLM workers with NIXL between them on CPU, two proxy processes, a Valkey server. "
-        "Every answer is compared with the one that prefill, which keeps nothing in this profile, "
-        "gives to the same messages.\n\n"
-    )
-    return Section("The real pair", text + as_table(rows) + _strandings(rows), complaints(rows))
-
-
-def wedge_section(wedge: Wedge) -> Section:
-    return Section("A decode worker of 24 blocks", wedge.text(), wedge.complaints)
-
-
 def _strandings(rows: Sequence[Row]) -> str:
     """Why some pins lasted to the end of their lease."""
     whys = {row.why: None for row in rows if row.until_lease}
@@ -104,26 +188,3 @@ def _strandings(rows: Sequence[Row]) -> str:
     return "\nPins that nobody could give back, so that the lease ended them:\n\n" + "\n".join(
         [*lines, ""]
     )
-
-
-def document(sections: Sequence[Section], seed: int, seconds: float) -> str:
-    """The whole report in Markdown."""
-    verdict = "clean" if not any(each.complaints for each in sections) else "NOT CLEAN"
-    parts = [
-        "# Chaos\n",
-        f"Written by `make chaos` (seed {seed}, {seconds / 60:.0f} minutes, {machine()}): "
-        f"**{verdict}**.\n",
-        "Each row: clients ask while one part fails and comes back. *right*: the whole answer that "
-        "a cold run gives. *proper error*: a 502, 503 or 504 in the API's form (503 with "
-        "Retry-After), or a right beginning and then an error event. *left*: the client went away. "
-        "*cut*: the connection broke because its proxy was killed. *until lease*: blocks that "
-        "decode kept until their lease was over, because nobody was left who could give them back. "
-        "*wrong*: anything else. *hung*: no end in the time that a client waits. *leaked*: what "
-        "was still there when all had settled: running requests, pins without an owner in the "
-        "table, claimed handles neither pulled nor released, open connections, tasks.\n",
-    ]
-    for section in sections:
-        parts += [f"## {section.title}\n", section.text]
-        if section.complaints:
-            parts += ["Not clean:\n", *(f"- {line}" for line in section.complaints[:50]), ""]
-    return "\n".join(parts)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.faults import Fault
-from tests.chaos.leaks import LeakCounter, Leaks, TableWatch, settled
+from tests.chaos.leaks import LeakCounter, Leaks, TableWatch, settled, uncertain
 from tests.chaos.link import Link
 from tests.chaos.load import Load, Tally, Verdict
 from tests.chaos.replica import Replica, Store
@@ -30,13 +31,18 @@ SETTLES = 8.0
 MORE = 20.0
 """Further seconds for all else: idle connections to workers are kept for up to 6, and a look at
 everything takes seconds on a busy machine."""
+STALLED = (
+    "the machine stalled for longer than the proxies wait for Redis, and nobody can tell whether "
+    "Redis carried a command out"
+)
+"""Only for as many pins as the proxies counted such commands."""
 RECOVERS = 15.0
 HANGS = 40.0
 """Seconds after which a client counts as left hanging. Every leg's timeout twice is less."""
 
-SETTINGS: dict[str, object] = {
+SETTINGS: dict[str, Any] = {
     # A busy machine must not look like a Redis that failed: then handles stay until their lease.
-    "table_timeout_seconds": 1,
+    "table_timeout_seconds": 2,
     "health_interval_seconds": 0.2,
     # Two busy cores answer probes late without being dead.
     "health_timeout_seconds": 2,
@@ -53,6 +59,9 @@ SETTINGS: dict[str, object] = {
     "chunk_timeout_seconds": 3,
     "abandoned_prefill_seconds": 3,
     "drain_seconds": 15,
+    # Far above what eight clients take, and below what too many of them ask for.
+    "max_in_flight": 16,
+    "max_queued": 8,
 }
 
 
@@ -96,7 +105,8 @@ class ScriptedRig:
 
         self.prefills: Sequence[ChaosWorker] = [worker("prefill") for _ in range(2)]
         self.decodes: Sequence[ChaosWorker] = [worker("decode") for _ in range(2)]
-        self.link = Link()
+        self.steps = self.cluster.steps
+        self.link = Link(self.steps)
         self.store = Store(folder, "valkey")
         self.replicas: Sequence[Replica] = []
         self._folder = folder
@@ -104,6 +114,12 @@ class ScriptedRig:
     @property
     def workers(self) -> list[ChaosWorker]:
         return [*self.prefills, *self.decodes]
+
+    async def tell_tasks(self) -> None:
+        """Have the proxies log what each task waits for."""
+        for each in self.replicas:
+            each.signal(signal.SIGUSR1)
+        await asyncio.sleep(1)
 
     @asynccontextmanager
     async def running(self, replicas: int) -> AsyncIterator[ScriptedRig]:
@@ -157,25 +173,26 @@ class Rounds:
         rig.seconds = seconds / 3
         rig.complaints.clear()
         before = len(rig.cluster.faults)
+        doubts = await uncertain(rig.replicas)
         load = self._load(fault)
         enough = asyncio.Event()
         asking = asyncio.create_task(load.run(enough))
         await asyncio.sleep(rig.seconds * (0.5 + rig.dice.random()))
         async with fault.apply(rig):
-            await asyncio.sleep(rig.seconds)
+            await asyncio.sleep(max(rig.seconds, fault.lasts))
         await asyncio.sleep(rig.seconds)
         enough.set()
         tally = await asking
         recovered = await self._recovered(tally)
         if fault.replicas_die:
             await self._counter.note_idle()
-        leaked, until_lease = await self._left_behind(fault)
+        leaked, until_lease, why = await self._left_behind(fault, doubts, tally)
         for seen in rig.cluster.faults[before:]:
             tally.note(Verdict.WRONG, f"a worker saw: {seen}")
         complaints = [*rig.complaints]
         if not recovered:
             complaints.append("requests are not answered right after the fault")
-        return Row(fault.name, tally, leaked, until_lease, fault.strands, complaints)
+        return Row(fault.name, tally, leaked, until_lease, why, complaints)
 
     def _load(self, fault: Fault) -> Load:
         return Load(
@@ -185,6 +202,7 @@ class Rounds:
             right=right_answer,
             hang_after=HANGS,
             ways=fault.ways,
+            steps=self._rig.steps,
         )
 
     async def _recovered(self, tally: Tally) -> bool:
@@ -205,16 +223,25 @@ class Rounds:
         tally.complaints += load.tally.complaints
         return in_a_row == 4
 
-    async def _left_behind(self, fault: Fault) -> tuple[Leaks, int]:
+    async def _left_behind(self, fault: Fault, doubts: int, tally: Tally) -> tuple[Leaks, int, str]:
+        """What is left, pins that only their lease ended, and why those."""
         found = await settled(self._counter.count, SETTLES)
         pins = found.pins + found.claimed
-        if pins and fault.strands:
-            return await settled(self._counter.count, self._rig.lease + 2), pins
+        why = fault.strands
+        if fault.strands_per_left is not None:
+            limit = max(2, fault.strands_per_left * tally.verdicts[Verdict.LEFT])
+            why = why if pins <= limit else ""
+        if pins and not why and pins <= await uncertain(self._rig.replicas) - doubts:
+            why = STALLED
+        if pins and why:
+            return await settled(self._counter.count, self._rig.lease + 2), pins, why
         if found.all and not pins:
             found = await settled(self._counter.count, MORE)
-        if found.connections:
-            self._rig.complaints.append(f"open: {sorted(self._counter.open)[:4]}")
-        return found, 0
+        if found.all:
+            self._rig.complaints += (f"left: {each}" for each in self._counter.told()[:6])
+            if found.tasks:
+                await self._rig.tell_tasks()
+        return found, 0, ""
 
 
 def _never(rig: object) -> Any:
@@ -222,17 +249,28 @@ def _never(rig: object) -> Any:
 
 
 async def play(
-    faults: Sequence[Fault], *, seed: int, seconds: float, replicas: int = 2
-) -> AsyncIterator[Row]:
+    faults: Sequence[Fault],
+    *,
+    seed: int,
+    seconds: float,
+    replicas: int = 2,
+    logs: Path | None = None,
+) -> AsyncGenerator[Row, None]:
     """Start a rig, play the faults one after the other."""
     with tempfile.TemporaryDirectory(prefix="kvloop-chaos-") as name:
         dice = random.Random(seed)
-        rig = ScriptedRig(Path(name), dice)
+        folder = logs or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        rig = ScriptedRig(folder, dice)
         async with rig.running(replicas):
             table = TableWatch(f"redis://127.0.0.1:{rig.link.port}")
             table.start()
             counter = LeakCounter(
-                rig.replicas, rig.workers, table, margin=rig.margin + 1, probe_seconds=1.0
+                rig.replicas,
+                rig.workers,
+                table,
+                margin=rig.margin + 1,
+                probe_seconds=SETTINGS["health_timeout_seconds"] + 0.5,
             )
             try:
                 await counter.note_idle()

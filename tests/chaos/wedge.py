@@ -36,6 +36,8 @@ class Wedge:
         right = self.tally.verdicts[Verdict.RIGHT]
         if right != REQUESTS:
             found.append(f"{right} of {REQUESTS} requests were answered right")
+        if self.tally.compared < REQUESTS:
+            found.append(f"only {self.tally.compared} answers were compared with a cold run's")
         if self.pins.get("pinned blocks", 0) > self.pins.get("limit", 0):
             found.append(f"more blocks are pinned than may be: {self.pins}")
         return found
@@ -45,8 +47,11 @@ class Wedge:
         pins = ", ".join(f"{name}: {count}" for name, count in self.pins.items())
         return (
             f"{right} of {REQUESTS} one-shot requests answered right through kvloop, {IN_FLIGHT} "
-            f"in flight, in {self.seconds:.0f} s; the slowest took {self.slowest:.1f} s. "
-            f"Each names a conversation that never comes back. At the end on decode: {pins}.\n\n"
+            f"in flight, every other one streamed, in {self.seconds:.0f} s; the slowest took "
+            f"{self.slowest:.1f} s. Right: the greedy text of {self.tally.compared} answers was "
+            "compared with what prefill, which keeps nothing in this profile, gives to the same "
+            "messages alone. Each request names a conversation that never comes back. At the end "
+            f"on decode: {pins}.\n\n"
             f"Stock vLLM 0.32.0 as a bidirectional decode worker of {BLOCKS} blocks answered "
             f"{STOCK_ANSWERED} such requests, sent one after the other; the next got no answer "
             "within 60 s, with nothing running and nothing waiting.\n"

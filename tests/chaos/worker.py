@@ -23,14 +23,19 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from tests.chaos.steps import Step, Steps, last_words
 from tests.fakes.worker import Cluster, FakeWorker, _error, tokenise
 
 _GARBAGE = -1
 """Stands for whatever lies in blocks that have been freed."""
 
 _read_from_decode: ContextVar[list[int]] = ContextVar("read_from_decode")
+_asked_as: ContextVar[str] = ContextVar("asked_as", default="")
 
 PREFILL_LEASE = 30.0
+_HELD_BACK = 0.02
+"""Seconds for which at most a worker goes on later when somebody has acted on a turn's step: before
+and after its own answer are then about as likely."""
 
 
 def answer_to(tokens: list[int]) -> str:
@@ -50,30 +55,38 @@ class Mischief:
 
     hang: bool = False
     """Accept and answer nothing, probes included, until it is switched off."""
-    hang_turns: bool = False
-    """The same for turns only: a dead engine behind a living HTTP server."""
+    never: bool = False
+    """Accept turns and never answer them: a dead engine behind a living HTTP server."""
     status: int = 0
     """Answer turns with this status."""
     share: float = 1.0
-    """Of the turns that ``status``, ``reset``, ``lose_answer`` and ``garbage`` concern."""
+    """Of the turns that ``status``, ``reset``, ``lose_answer``, ``cut_answer`` and ``garbage``
+    concern."""
     reset: bool = False
     """Reset the connection instead of an answer."""
     lose_answer: bool = False
     """Do the work, then reset the connection before a byte of the answer."""
+    cut_answer: bool = False
+    """The same after the first half of the answer."""
     garbage: bool = False
     """Status 200, and a body that is no answer."""
     die_mid_stream: float = 0.0
     """Share of streams that break off after some words."""
+    fall_silent: float = 0.0
+    """Share of streams that say nothing more after some words; their connections stay."""
     delay: float = 0.0
     """Seconds before anything is answered."""
 
 
 class ChaosCluster(Cluster):
-    """Also: what the blocks of prefill's handles hold, and for how long."""
+    """Also: what the blocks of prefill's handles hold, and for how long; whose pins are whose."""
 
     def __init__(self) -> None:
         super().__init__()
         self.prefilled: dict[tuple[str, str], tuple[list[int], float]] = {}
+        self.pinned_for: dict[tuple[str, str], tuple[str, float]] = {}
+        """The X-Request-Id of the turn that left the pin, and when."""
+        self.steps = Steps()
 
 
 class ChaosWorker(FakeWorker):
@@ -89,6 +102,7 @@ class ChaosWorker(FakeWorker):
         self.middlewares = (self._misbehave,)
         self._dice = dice
         self._woken = asyncio.Event()
+        self._silent_at: int | None = None
 
     @contextmanager
     def misbehaving(self, **mischief: Any) -> Iterator[None]:
@@ -133,8 +147,10 @@ class ChaosWorker(FakeWorker):
         mischief = self.mischief
         turn = request.method == "POST"
         concerned = turn and self._dice.random() < mischief.share
-        if mischief.hang or (mischief.hang_turns and turn):
+        if mischief.hang:
             await self._woken.wait()
+        if mischief.never and turn:
+            await asyncio.Event().wait()
         if mischief.delay:
             await asyncio.sleep(mischief.delay * self._dice.random() * 2)
         if concerned and mischief.reset:
@@ -160,17 +176,57 @@ class ChaosWorker(FakeWorker):
             response = await self._answered(request, handler)
             _reset(transport)
             return response
+        if concerned and mischief.cut_answer:
+            response = await self._answered(request, handler)
+            if isinstance(response, web.Response) and isinstance(response.body, bytes):
+                half = web.StreamResponse(status=response.status)
+                half.content_length = len(response.body)
+                await half.prepare(request)
+                await half.write(response.body[: len(response.body) // 2])
+                _break_off(request.transport)
+                return half
+            return response
         return await self._answered(request, handler)
 
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """A mistake in the fake itself must not pass for one of the faults played."""
+        leg = request.headers.get("X-Request-Id", "")
+        _asked_as.set(leg)
+        turn = leg.rpartition("-")[0]
         try:
-            return await handler(request)
+            if request.method != "POST" or not self.cluster.steps.awaited:
+                return await handler(request)
+            if request.path.endswith(("/tokenize", "/render")):
+                await self._reached(Step.TOKENISE, request, last_words(await request.json()))
+                return await handler(request)
+            if self.role == "decode":
+                await self._reached(Step.DECODE, request, turn)
+                response = await handler(request)
+                await self._reached(Step.KEPT, request, turn)
+                return response
+            await self._reached(Step.PREFILL if turn else Step.RELEASE, request, turn)
+            response = await handler(request)
+            if turn:
+                await self._reached(Step.BETWEEN, request, turn)
+            return response
         except (web.HTTPException, ConnectionError):
             raise
         except Exception as error:
             self.cluster.faults.append(f"its own mistake: {error!r}")
             raise
+
+    async def _reached(self, step: Step, request: web.Request, turn: str) -> None:
+        if request.transport is None:
+            return
+        port = request.transport.get_extra_info("peername")[1]
+        if self.cluster.steps.reached(step, turn, port):
+            await asyncio.sleep(self._dice.random() * _HELD_BACK)
+
+    async def _saying(self, request: web.Request, number: int, pieces: int) -> None:
+        if number == self._silent_at:
+            await asyncio.Event().wait()
+        if number == pieces // 2 and self.cluster.steps.awaited:
+            await self._reached(Step.MIDDLE, request, _asked_as.get().rpartition("-")[0])
 
     # KV.
 
@@ -191,9 +247,11 @@ class ChaosWorker(FakeWorker):
 
     def _handle(self, tokens: list[int], *, is_prefill: bool, lease: float = 0) -> dict[str, Any]:
         handle = super()._handle(tokens, is_prefill=is_prefill, lease=lease)
-        if is_prefill:
+        key = (handle["remote_engine_id"], handle["remote_request_id"])
+        if not is_prefill:
+            self.cluster.pinned_for[key] = _asked_as.get(), time.time()
+        else:
             read = _read_from_decode.get()
-            key = (handle["remote_engine_id"], handle["remote_request_id"])
             held = [*read, *tokens[len(read) :]]
             self.cluster.prefilled[key] = (held, time.monotonic() + PREFILL_LEASE)
         return handle
@@ -232,6 +290,8 @@ class ChaosWorker(FakeWorker):
             if body.get("stream"):
                 if self._dice.random() < self.mischief.die_mid_stream:
                     one.knobs.die_after_chunks = self._dice.randrange(len(one.knobs.answer))
+                if self._dice.random() < self.mischief.fall_silent:
+                    one._silent_at = self._dice.randrange(len(one.knobs.answer))
                 return await one._stream(request, body, params, prompt)
             await asyncio.sleep(self.knobs.chunk_delay * len(one.knobs.answer))
             return one._whole(body, params, prompt)
@@ -252,6 +312,12 @@ class ChaosWorker(FakeWorker):
             return await super()._completions(request)
         finally:
             self.open_requests -= 1
+
+
+def _break_off(transport: asyncio.Transport | None) -> None:
+    """End the connection when what was written has gone out."""
+    if transport is not None:
+        transport.close()
 
 
 def _reset(transport: asyncio.Transport | None) -> None:

@@ -21,6 +21,7 @@ CLOSED = {
     ("kvloop_cold_retries", "leg"): metrics.RETRY_LEGS,
     ("kvloop_cold_retries", "cause"): metrics.RETRY_CAUSES,
     ("kvloop_stranded_prefills", "cause"): metrics.STRANDED_CAUSES,
+    ("kvloop_push_unpaired", "cause"): metrics.UNPAIRED_CAUSES,
     ("kvloop_canary_checks", "result"): metrics.CANARY_RESULTS,
     ("kvloop_releases", "result"): metrics.RELEASE_RESULTS,
     ("kvloop_table_seconds", "operation"): metrics.TABLE_OPERATIONS,

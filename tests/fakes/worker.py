@@ -20,7 +20,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from tests.fakes import routes
+from tests.fakes import push, routes
 
 ROLE_IDS = {"system": 300, "user": 301, "assistant": 302, "tool": 303}
 END = 310
@@ -76,6 +76,8 @@ class Knobs:
     pin_refused: bool = False
     fail_next: dict[str, int] = field(default_factory=dict)
     """Path -> how many requests get a 500."""
+    refuse_next: dict[str, int] = field(default_factory=dict)
+    """Path -> how many requests get a 400."""
     warm_fails: int = 0
     """Prefill requests with a handle that get a 500."""
     hang_warm: bool = False
@@ -90,6 +92,10 @@ class Knobs:
     groups: int = 1
     version: str = ""
     transfer_mode: str = "pull"
+    server_info: bool = False
+    """Serve /server_info, as in vLLM's development mode."""
+    prefill_gate: asyncio.Event | None = None
+    """Prefills wait for it."""
     running: int = 0
     waiting: int = 0
     """Requests of other proxies, on the metrics page."""
@@ -109,6 +115,7 @@ class Cluster:
         self.releases = 0
         self.pulls = 0
         self.engines: set[str] = set()
+        self.push = push.PushBoard(self.faults)
 
 
 class FakeWorker:
@@ -168,6 +175,7 @@ class FakeWorker:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/version", self._version)
+        app.router.add_get("/server_info", self._server_info)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/chat/completions/render", self._render)
         app.router.add_post("/v1/chat/completions", self._chat)
@@ -255,6 +263,11 @@ class FakeWorker:
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": self.knobs.version})
 
+    async def _server_info(self, request: web.Request) -> web.Response:
+        if not self.knobs.server_info:
+            raise web.HTTPNotFound
+        return web.json_response(push.server_info(self.knobs.transfer_mode))
+
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(
             {
@@ -271,6 +284,12 @@ class FakeWorker:
             self.knobs.fail_next[request.path] -= 1
             raise web.HTTPInternalServerError(
                 text=_error("Internal server error", "InternalServerError", 500),
+                content_type="application/json",
+            )
+        if self.knobs.refuse_next.get(request.path, 0) > 0:
+            self.knobs.refuse_next[request.path] -= 1
+            raise web.HTTPBadRequest(
+                text=_error("not here", "BadRequestError", 400).replace("null", '"messages"'),
                 content_type="application/json",
             )
         return body
@@ -333,18 +352,60 @@ class FakeWorker:
         self, request: web.Request, body: dict[str, Any], prompt: list[int], answer: Any
     ) -> web.StreamResponse:
         if self.role == "prefill":
-            return await self._prefilled(body, prompt, chat=False)
-        handed_over = self.judge(body.get("kv_transfer_params"))
+            made = await self._prefilled(body, prompt, chat=False)
+            self._pushed(request, body, prompt, made)
+            return made
+        params = body.get("kv_transfer_params")
+        handed_over = self.judge(params)
         self.open_requests += 1
         try:
+            await self._received(request, body, params, prompt, handed_over=handed_over)
             await self._decoded(prompt, handed_over=handed_over)
-            made: web.StreamResponse = await answer(self, request, body, prompt)
-            return made
+            answered: web.StreamResponse = await answer(self, request, body, prompt)
+            return answered
         except asyncio.CancelledError:
             self.aborted += 1
             raise
         finally:
             self.open_requests -= 1
+
+    def _pushed(
+        self, request: web.Request, body: dict[str, Any], prompt: list[int], made: web.Response
+    ) -> None:
+        """A prefill is done: its blocks can be written, if it is prefill that moves them."""
+        params = body.get("kv_transfer_params") or {}
+        if (
+            self.knobs.transfer_mode == "push"
+            and made.status == 200
+            and params.get("do_remote_decode")
+        ):
+            base_id = push.base_id(request, body)
+            self.cluster.push.finished(self.engine_id, base_id, prompt)
+
+    async def _received(
+        self,
+        request: web.Request,
+        body: dict[str, Any],
+        params: dict[str, Any] | None,
+        prompt: list[int],
+        *,
+        handed_over: bool,
+    ) -> None:
+        """Wait for prefill's writes, if it is prefill that moves the blocks."""
+        if not handed_over or not params:
+            return
+        given = params.get("transfer_mode", "pull")
+        engine_id = params["remote_engine_id"]
+        if given != self.knobs.transfer_mode or (
+            given == "push" and engine_id not in self.cluster.engines
+        ):
+            raise web.HTTPInternalServerError(  # the handshake fails
+                text=_error("Internal server error", "InternalServerError", 500),
+                content_type="application/json",
+            )
+        if given == "push" and self._local(prompt) < len(prompt):
+            base_id = push.base_id(request, body)
+            await self.cluster.push.register(engine_id, base_id, prompt).written.wait()
 
     async def _decoded(self, prompt: list[int], *, handed_over: bool) -> None:
         """Take the time that decode needs, and remember what it computed."""
@@ -414,6 +475,8 @@ class FakeWorker:
                     text=_error("Internal server error", "InternalServerError", 500),
                     content_type="application/json",
                 )
+        if self.knobs.prefill_gate is not None:
+            await self.knobs.prefill_gate.wait()
         delay = self.knobs.prefill_delay
         delay += self.knobs.token_delay * (len(prompt) - pulled - local)
         if delay:
@@ -532,10 +595,14 @@ class FakeWorker:
             return _bad_request("temperature must be non-negative", "temperature")
         handed_over = self.judge(params)
         if self.role == "prefill":
-            return await self._prefilled(body, tokenise(body), chat=True)
+            prompt = self._told(body) or tokenise(body)
+            made = await self._prefilled(body, prompt, chat=True)
+            self._pushed(request, body, prompt, made)
+            return made
         prompt = (params or {}).get("prompt_token_ids") or tokenise(body)
         self.open_requests += 1
         try:
+            await self._received(request, body, params, prompt, handed_over=handed_over)
             await self._decoded(prompt, handed_over=handed_over)
             if body.get("stream"):
                 return await self._stream(request, body, params, prompt)
@@ -602,7 +669,7 @@ class FakeWorker:
         self, params: dict[str, Any] | None, prompt: list[int], output: list[int]
     ) -> dict[str, Any] | None:
         self._refused = False
-        if not params or not self.knobs.pins:
+        if not params or not self.knobs.pins or self.knobs.transfer_mode == "push":
             return None
         if self.knobs.connector and params.get("kvloop_lease_seconds") == 0:
             return None
@@ -671,6 +738,9 @@ class FakeWorker:
             }
         )
 
+    async def _saying(self, request: web.Request, number: int, pieces: int) -> None:
+        """Before each piece of a stream."""
+
     async def _stream(
         self,
         request: web.Request,
@@ -717,6 +787,7 @@ class FakeWorker:
                 return response
             if self.knobs.chunk_delay:
                 await asyncio.sleep(self.knobs.chunk_delay)
+            await self._saying(request, number, len(pieces))
             taken = remaining[sent : sent + len(piece.encode())]
             sent += len(taken)
             await send([choice({"content": piece}, token_ids=taken if ids else None)])

@@ -19,6 +19,7 @@ import uvloop
 from proxy.api import http
 from proxy.app import App
 from proxy.settings import Settings
+from proxy.turn import retaining
 from tests.fakes.worker import MODEL, Cluster, FakeWorker
 
 
@@ -179,6 +180,12 @@ def pytest_asyncio_loop_factories(
 
 
 Serve = Callable[..., Awaitable[Serving]]
+
+
+@pytest.fixture(autouse=True)
+def _little_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ledgers are told soon: tests wait for it after each turn."""
+    monkeypatch.setattr(retaining, "GATHER_SECONDS", 0.002)
 
 
 @pytest.fixture

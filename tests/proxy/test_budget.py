@@ -10,6 +10,7 @@ import pytest
 
 from proxy.retention import ReturnTimes, group_of
 from proxy.session.identity import identity_of
+from proxy.turn import releases
 from proxy.turn.retaining import Retention
 from tests.fakes.worker import MODEL, Pin
 from tests.proxy.conftest import Serve, Serving
@@ -65,6 +66,99 @@ async def test_without_making_room_decode_refuses(
     await ended(serving, *(f"chat {number}" for number in range(9)))
     assert serving.decode.pins_refused > 0
     assert await comes_back(serving, "chat 8") == "pin_refused"
+
+
+async def under_pressure(serving: Serving, monkeypatch: pytest.MonkeyPatch, proven: bool) -> None:
+    """Decode's share is full, what is given up waits for a ride, and one holding does."""
+    monkeypatch.setattr(releases, "RIDE_SECONDS", 30.0)
+    if proven:
+        await ended(serving, "before")
+        assert await comes_back(serving, "before") == "history_grew"
+    retention = serving.app.conductor.retention
+    for number in range(20):
+        await serving.chat([user(f"chat {number}: {LONG}")], conversation_id=f"chat {number}")
+        await retention.told()
+        while retention._telling:
+            await asyncio.sleep(0.001)
+        if serving.app.conductor.releases._waiting:
+            return
+
+
+def released_alone(serving: Serving) -> int:
+    assert serving.prefill is not None
+    return [body["prompt"] for body in serving.prefill.bodies("/v1/completions")].count([0])
+
+
+async def test_a_cold_turn_takes_a_release_along(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill gets no request only to have decode free what was given up for the budget."""
+    serving = await serve(fake=SMALL)
+    await under_pressure(serving, monkeypatch, proven=True)
+    pinned = serving.decode.pinned_blocks()
+    answer = await serving.chat([user(f"another one: {LONG}")], conversation_id="another")
+    assert (answer.text, answer.reason) == ("Fine.", "new_session")
+    assert serving.decode.pinned_blocks() <= pinned  # one went, one came
+    assert released_alone(serving) == 0
+    assert await serving.metric('kvloop_releases_total{result="with_prefill"}') == 1
+    assert serving.cluster.faults == []
+
+
+async def test_what_waits_for_a_ride_is_no_stray_pin(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode still reports it, the ledger does not: the budget stays what it is."""
+    serving = await serve(fake=SMALL)
+    await under_pressure(serving, monkeypatch, proven=True)
+    worker = next(each for each in serving.app.pool.workers if each.role == "decode")
+    retention = serving.app.conductor.retention
+    read = worker.facts_read
+    while worker.facts_read < read + 3:
+        await retention.sweep(worker)
+        await asyncio.sleep(0.01)
+    assert serving.decode.pinned_blocks() > await serving.metric("kvloop_retained_blocks{")
+    assert retention.budget(worker) == 102
+
+
+async def test_no_turn_takes_a_release_along_between_workers_that_never_exchanged_blocks(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There a handle may hang: it is tried out by a release alone."""
+    serving = await serve(fake=SMALL)
+    await under_pressure(serving, monkeypatch, proven=False)
+    await serving.chat([user(f"another one: {LONG}")], conversation_id="another")
+    assert await serving.metric('kvloop_releases_total{result="with_prefill"}') == 0
+    assert serving.app.conductor.releases._waiting
+
+
+async def test_a_release_that_nobody_takes_along_is_sent(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A moment later, and when the proxy is stopped at once."""
+    serving = await serve(fake=SMALL)
+    await under_pressure(serving, monkeypatch, proven=True)
+    waiting = len(serving.app.conductor.releases._waiting)
+    await serving.app.conductor.close()
+    assert released_alone(serving) == waiting
+    assert await serving.metric('kvloop_releases_total{result="sent"}') == waiting
+    assert serving.app.conductor.background_tasks == 0
+
+
+async def test_a_turn_does_not_suffer_from_what_it_took_along(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill fails with it: the turn is repeated without, and the release alone."""
+    serving = await serve(fake=SMALL)
+    await under_pressure(serving, monkeypatch, proven=True)
+    assert serving.prefill is not None
+    serving.prefill.knobs.warm_fails = 1
+    answer = await serving.chat([user(f"another one: {LONG}")], conversation_id="another")
+    assert (answer.status, answer.text, answer.reason) == (200, "Fine.", "new_session")
+    while released_alone(serving) == 0:
+        await asyncio.sleep(0.005)
+    await serving.chat([user(f"one more: {LONG}")], conversation_id="more")
+    assert await serving.metric('kvloop_releases_total{result="with_prefill"}') == 0
+    assert await serving.metric("kvloop_cold_retries_total{") == 1
 
 
 async def test_two_proxies_keep_one_budget(serve: Serve) -> None:

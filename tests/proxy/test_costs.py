@@ -77,6 +77,29 @@ def test_a_lasting_change_is_followed() -> None:
     assert costs.expect(Work(500, 500), 90.0) == pytest.approx(3 * truth(Work(500, 500)), rel=0.25)
 
 
+def test_hundreds_of_legs_a_second_are_followed_with_few_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The route of each turn asks; a fit for each would cost more than all else of a turn."""
+    costs = taught()
+    fits = 0
+    fit = LegCosts._fit
+
+    def counted(self: LegCosts, now: float) -> None:
+        nonlocal fits
+        fits += 1
+        fit(self, now)
+
+    monkeypatch.setattr(LegCosts, "_fit", counted)
+    dice = random.Random(4)
+    for number in range(1000):
+        work = Work(dice.randrange(20, 1000), 500)
+        costs.observe(work, 3 * truth(work), 60.0 + number / 500)
+        costs.expect(work, 60.0 + number / 500)
+    assert fits <= 25
+    assert costs.expect(Work(500, 500), 62.0) == pytest.approx(3 * truth(Work(500, 500)), rel=0.25)
+
+
 def test_a_queue_counts_as_work_before_the_turns_own() -> None:
     costs = taught()
     alone, behind = costs.expect(Work(100, 500), 60.0), costs.expect(Work(100, 500, 0, 2000), 60.0)
@@ -85,20 +108,43 @@ def test_a_queue_counts_as_work_before_the_turns_own() -> None:
     assert behind - alone == pytest.approx(0.2, rel=0.2)
 
 
+def words(count: int, first: int = 1000) -> list[int]:
+    return [first + number % 5000 for number in range(count)]
+
+
 def test_the_prefix_guess_keeps_beginnings() -> None:
     """What was sent is found again as far as it is equal; beginnings are given up last."""
     guess = PrefixGuess()
-    prompt = PromptTokens(b"n", list(range(64 * 10)))
+    prompt = PromptTokens(b"n", words(640))
     guess.sent(prompt.fingerprint)
-    assert guess.cached(PromptTokens(b"n", [*range(64 * 5), 0, *range(400)]).fingerprint) == 320
-    assert guess.cached(PromptTokens(b"m", list(range(640))).fingerprint) == 0
+    assert guess.cached(prompt.fingerprint) == pytest.approx(640, abs=80)
+    half = PromptTokens(b"n", [*words(320), 1, *words(400)])
+    assert guess.cached(half.fingerprint) == pytest.approx(320, abs=80)
+    assert guess.cached(PromptTokens(b"m", words(640)).fingerprint) == 0
     guess.sized(64 * 12)
-    other = PromptTokens(b"n", [7] * 64 * 5)
+    other = PromptTokens(b"n", words(320, first=7000))
     guess.sent(other.fingerprint)
-    assert guess.cached(other.fingerprint) == 320
-    assert guess.cached(prompt.fingerprint) == 448
-    guess.clear()
+    assert guess.cached(other.fingerprint) == pytest.approx(320, abs=80)
+    assert 320 <= guess.cached(prompt.fingerprint) <= 640
+    more = PromptTokens(b"n", words(640, first=3000))
+    guess.sent(more.fingerprint)
     assert guess.cached(prompt.fingerprint) == 0
+    guess.clear()
+    assert guess.cached(more.fingerprint) == 0
+
+
+def test_the_prefix_guess_of_long_prompts_is_right_to_a_thirtieth() -> None:
+    """And takes few entries, though the limit counts all spans."""
+    guess = PrefixGuess()
+    long = words(80_000)
+    guess.sent(PromptTokens(b"n", long).fingerprint)
+    assert len(guess._spans) < 250
+    for length in (2_000, 10_000, 60_000):
+        prompt = PromptTokens(b"n", [*long[:length], 1, *long])
+        assert length * 0.93 - 100 < guess.cached(prompt.fingerprint) <= length * 1.01
+    guess.sized(40_000)
+    guess.sent(PromptTokens(b"n", long).fingerprint)
+    assert guess.cached(PromptTokens(b"n", long).fingerprint) <= 40_000 * 1.25
 
 
 def test_a_pull_is_only_expected_of_what_prefill_has_not() -> None:
@@ -136,7 +182,7 @@ def planned(
     groups: int = 1,
     grown: int = 300,
 ) -> TurnPlan:
-    match = best_match(PromptTokens(b"n", [1] * grown), [holding([1] * 200, groups=groups)])
+    match = best_match(PromptTokens(b"n", [1000] * grown), [holding([1000] * 200, groups=groups)])
     assert match is not None
     return plan_turn(
         match=match,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -82,6 +83,44 @@ async def test_without_prefill_decode_does_it_all(serving: Serving, stream: bool
     assert (answer.status, answer.text) == (200, "Fine.")
     assert (answer.route, answer.reason) == ("decode-only", "no_prefill_worker")
     assert serving.decode.pinned() == 0
+
+
+async def test_a_release_waits_for_a_prefill_worker_that_can_carry_it(serve: Serve) -> None:
+    """Prefill is away for many pauses: decode keeps the blocks till it is back, and no longer."""
+    serving = await serve(pull_pause_seconds=0.05)
+    await started(serving)
+    await serving.prefill.stop()
+    prefill = serving.app.pool.workers[0]
+    while prefill.healthy:
+        await asyncio.sleep(0.01)
+    async with serving.session.delete(serving.url + "/v1/sessions/c") as answer:
+        assert answer.status == 200
+    until = time.monotonic() + 0.2
+    while time.monotonic() < until:
+        assert (serving.app.conductor.background_tasks > 0, serving.decode.pinned()) == (True, 1)
+        await asyncio.sleep(0.01)
+    await serving.prefill.start()
+    while serving.app.conductor.background_tasks:
+        await asyncio.sleep(0.01)
+    assert (serving.cluster.releases, serving.decode.pinned()) == (1, 0)
+
+
+async def test_a_release_that_nobody_carries_ends_with_the_lease(serve: Serve) -> None:
+    """Later decode would take it for a read of blocks that it has freed."""
+    serving = await serve(
+        pull_pause_seconds=0.05, decode_kv_ttl_seconds=1.5, expiry_margin_seconds=1
+    )
+    await started(serving)
+    await serving.prefill.stop()
+    while serving.app.pool.workers[0].healthy:
+        await asyncio.sleep(0.01)
+    async with serving.session.delete(serving.url + "/v1/sessions/c") as answer:
+        assert answer.status == 200
+    began = time.monotonic()
+    while serving.app.conductor.background_tasks:
+        await asyncio.sleep(0.01)
+    assert time.monotonic() - began < 0.6
+    assert serving.cluster.releases == 0
 
 
 async def test_prefill_that_just_died_is_replaced(serve: Serve) -> None:

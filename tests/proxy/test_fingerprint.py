@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import orjson
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.session.fingerprint import SPAN_TOKENS, PromptTokens, anchors, lookup_keys
+from proxy.session.fingerprint import SPAN_BYTES, SPAN_TOKENS, PromptTokens, anchors, lookup_keys
 
-ids = st.lists(st.integers(0, 3), max_size=300)
+words = st.integers(0, 3) | st.sampled_from([1, 11, 111, 100_000, 200_001])
+"""Few different ones, and some that begin with others."""
+ids = st.lists(words, max_size=300)
 NAMESPACE = b"n"
 
 
@@ -22,12 +28,15 @@ def common(a: list[int], b: list[int]) -> int:
 
 @given(ids, ids, ids)
 def test_common_prefix_never_exceeds_the_truth(head: list[int], a: list[int], b: list[int]) -> None:
-    """Whatever the two sequences: at most what is equal, at least that rounded down to a span."""
+    """Whatever the two sequences: at most what is equal, and no more missing than a span."""
     stored, prompt = head + a, head + b
     fingerprint = PromptTokens(NAMESPACE, stored).fingerprint
     found = PromptTokens(NAMESPACE, prompt).common_prefix(fingerprint)
     truth = common(stored, prompt)
-    assert truth // SPAN_TOKENS * SPAN_TOKENS <= found <= truth
+    assert found <= truth
+    left = stored[found:truth]
+    assert len(left) * 2 <= SPAN_BYTES + len("200000,") * 2
+    assert sum(len(f"{each},") for each in left) <= SPAN_BYTES + len("200000,")
 
 
 @given(ids, ids)
@@ -66,11 +75,40 @@ def test_namespaces_share_nothing() -> None:
 @given(st.integers(1, 200), st.integers(0, 200))
 def test_grown_prompt_meets_an_anchor(stored_spans: int, more: int) -> None:
     """The longest span of any grown prompt's lookup that is an anchor is the holding's last."""
-    stored = PromptTokens(NAMESPACE, range(stored_spans * SPAN_TOKENS))
-    grown = PromptTokens(NAMESPACE, range((stored_spans + more) * SPAN_TOKENS))
+    each = SPAN_BYTES // len("1234,")
+    words = [1000 + number % 9000 for number in range((stored_spans + more) * each)]
+    stored = PromptTokens(NAMESPACE, words[: stored_spans * each + 1])
+    grown = PromptTokens(NAMESPACE, words)
     found = anchors(stored.fingerprint)
-    assert found[0] in lookup_keys(grown.fingerprint)
-    assert len(found) <= 2 + stored_spans.bit_length()
+    if more > 1:
+        assert found[0] in lookup_keys(grown.fingerprint)
+    spans = stored.fingerprint.span_count
+    assert len(found) <= 2 + spans.bit_length()
     for digest in found:
         position = lookup_keys(stored.fingerprint)[::-1].index(digest) + 1
-        assert position >= max(1, stored_spans // 2)
+        assert position >= max(1, spans // 2)
+
+
+def test_a_span_holds_about_as_many_tokens_as_is_said() -> None:
+    """With ids as a vocabulary of 150 thousand gives them."""
+    words = [(number * 7919) % 150_000 for number in range(10_000)]
+    fingerprint = PromptTokens(NAMESPACE, words).fingerprint
+    assert 0.75 * SPAN_TOKENS < 10_000 / fingerprint.span_count < 1.5 * SPAN_TOKENS
+    assert abs(fingerprint.about_tokens(fingerprint.span_count) - 10_000) < 2 * SPAN_TOKENS
+
+
+def test_ids_from_numbers_and_from_a_workers_text_are_the_same() -> None:
+    """The text goes on to the workers as it is."""
+    words = [5, 1000, 0, 149_999] * 100
+    text = orjson.dumps(words)
+    from_text, from_words = PromptTokens(NAMESPACE, text), PromptTokens(NAMESPACE, words)
+    assert from_text.fingerprint == from_words.fingerprint
+    assert from_text.json == from_words.json == text
+
+
+@pytest.mark.parametrize(
+    "ids", [[1.5], [-1], ["1"], [True], [[1]], [2**70], b"[1, 2]", b"1,2", b"[1,2", b"[1-2]", b""]
+)
+def test_what_is_no_array_of_ids_is_refused(ids: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        PromptTokens(NAMESPACE, ids)

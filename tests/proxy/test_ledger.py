@@ -10,7 +10,7 @@ import pytest
 
 from proxy.errors import TableUnavailable
 from proxy.retention import Entry
-from proxy.session.ledger import Ledger, Page, Place
+from proxy.session.ledger import SAMPLE, Ledger, Page, Place
 from proxy.session.table import SessionTable, new_holding_id
 
 PLACE = Place("d:1", "1")
@@ -34,7 +34,7 @@ def ledger(table: SessionTable) -> Ledger:
 
 
 async def add(ledger: Ledger, new: Entry, seconds: float = 60, **more: Any) -> Page:
-    return await ledger.update(PLACE, add=new, seconds=seconds, **more)
+    return await ledger.update(PLACE, add=[(new, seconds)], **more)
 
 
 async def test_blocks_add_up_and_go_with_their_entries(ledger: Ledger) -> None:
@@ -125,38 +125,37 @@ async def test_a_key_that_the_server_dropped_counts_no_block_for_ever(
     assert page.blocks == (2 if lost == "entries" else 7)
 
 
-async def test_calls_of_one_proxy_share_a_trip_and_keep_their_order(
-    ledger: Ledger, table: SessionTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Removed after they were added, however many at once; what was dropped is told once."""
-    trips = 0
-    run = table.run
-
-    async def counted(*given: Any, **more: Any) -> Any:
-        nonlocal trips
-        trips += 1
-        return await run(*given, **more)
-
-    monkeypatch.setattr(table, "run", counted)
-    entries = [entry(1) for _ in range(50)]
-    calls = [add(ledger, each) for each in entries]
-    calls += [ledger.update(PLACE, remove=[each.id]) for each in entries[:49]]
-    pages = await asyncio.gather(*calls)
-    assert trips == 1
-    assert pages[-1].blocks == 1
-    assert sorted(gone.id for page in pages for gone in page.removed) == sorted(
-        each.id for each in entries[:49]
+async def test_what_is_taken_stops_where_it_is_enough(ledger: Ledger) -> None:
+    """In the order given; what another one has taken or removed is no longer there to take."""
+    entries = [entry(10) for _ in range(5)]
+    for each in entries:
+        await add(ledger, each)
+    ids = [each.id for each in entries]
+    pages = await asyncio.gather(
+        ledger.update(PLACE, take=["unknown", ids[3], ids[0], ids[1]], enough=30),
+        ledger.update(PLACE, take=[ids[4], ids[2], ids[3]], enough=30),
     )
+    assert [[each.id for each in page.taken] for page in pages] == [[ids[3], ids[0]], []]
+    assert [page.blocks for page in pages] == [30, 30]
+    _, left = await ledger.entries(PLACE)
+    assert {each.id for each in left} == {ids[1], ids[2], ids[4]}
 
 
-async def test_a_failed_trip_fails_all_its_calls_and_no_later_one() -> None:
+async def test_many_victims_are_chosen_among_more(ledger: Ledger) -> None:
+    """A large ledger is not read whole, and a larger part of it the more must go."""
+    await ledger.update(PLACE, add=[(entry(1), 60) for _ in range(900)])
+    few = await ledger.update(PLACE, budget=899, enough=895)
+    many = await ledger.update(PLACE, budget=899, enough=850)
+    assert SAMPLE <= len(few.candidates) <= SAMPLE + 1
+    assert 8 * 50 <= len(many.candidates) <= 8 * 50 + 1
+
+
+async def test_a_failed_trip_is_told_each_time() -> None:
     table = SessionTable("redis://127.0.0.1:1", timeout_seconds=0.1)
-    ledger = Ledger(table)
-    calls = [ledger.update(PLACE) for _ in range(5)]
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    assert {type(result) for result in results} == {TableUnavailable}
-    with pytest.raises(TableUnavailable):
-        await ledger.update(PLACE)
+    down = Ledger(table)
+    for _ in range(2):
+        with pytest.raises(TableUnavailable):
+            await down.update(PLACE)
     await table.close()
 
 

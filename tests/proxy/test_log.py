@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,3 +138,26 @@ def test_every_reason_has_a_meaning() -> None:
     """The words below each reason in its file, whole sentences."""
     assert set(explain.meanings()) >= {str(reason) for reason in Reason}
     assert all(meaning.endswith(".") for meaning in explain.meanings().values())
+
+
+def test_an_event_is_the_same_line_past_logging_and_through_it(
+    monkeypatch: pytest.MonkeyPatch, written: Log
+) -> None:
+    """The short way is taken when nobody else listens."""
+    logger = logging.getLogger("kvloop")
+    monkeypatch.setattr(time, "time", lambda: 1_700_000_000.25)
+    log.request_id.set("r")
+    log.event("turn", route="cold", at=2)
+    (through,) = written.objects
+    stream = io.StringIO()
+    short = logging.StreamHandler(stream)
+    monkeypatch.setattr(logger, "handlers", [short])
+    monkeypatch.setattr(log, "_direct", short)
+    log.event("turn", route="cold", at=2)
+    log.event("debugging", level=logging.DEBUG)
+    log.request_id.set("")
+    assert stream.getvalue().endswith("\n")
+    assert json.loads(stream.getvalue()) == through
+    assert through["request"] == "r"
+    stream.close()
+    log.event("turn")  # nobody fails because the log is gone

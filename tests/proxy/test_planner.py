@@ -20,7 +20,15 @@ from proxy.session.holding import (
     usable_handle,
 )
 from proxy.turn.plan import ColdPrefill, PrefillWithPull
-from proxy.turn.planner import HolderState, Limits, has_media, may_split, plan_turn, wants_claim
+from proxy.turn.planner import (
+    HolderState,
+    Limits,
+    has_media,
+    may_split,
+    plan_push,
+    plan_turn,
+    wants_claim,
+)
 from proxy.turn.reasons import Reason
 from proxy.turn.wire import transfer_for_prefill
 
@@ -222,6 +230,27 @@ def test_stored_records_hold_no_tokens() -> None:
     record = encode(Holding("i", "d", "", PromptTokens(N, secret).fingerprint, None))
     for token in secret:
         assert str(token).encode() not in record
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "together"),
+    [
+        ({}, True),
+        ({"engines": None}, True),
+        ({"place_known": False}, False),
+        ({"engines": 2}, False),
+        ({"steady": False}, False),
+        ({"decode_waiting": 1}, False),
+    ],
+)
+def test_push_legs_go_together_only_where_they_surely_meet(
+    obstacle: dict[str, Any], together: bool
+) -> None:
+    """Decode would wait for ever for writes of an engine that does not get the prefill."""
+    facts: dict[str, Any] = {"place_known": True, "engines": 1, "steady": True, "decode_waiting": 0}
+    plan = plan_push(**{**facts, **obstacle})
+    assert plan.together is together
+    assert plan.reason is (Reason.PUSH_ONE_WAY if together else Reason.PUSH_IN_TURN)
 
 
 def test_may_split_names_what_one_worker_must_do() -> None:

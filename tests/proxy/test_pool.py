@@ -133,6 +133,12 @@ def test_pairs_that_cannot_exchange_say_why() -> None:
         assert why_no_pull(p, d) is None or field == "transfer_mode"
         setattr(d, field, other)
         assert words in (why_no_pull(p, d) or "")
+    p.transfer_mode = "push"
+    assert why_no_handover(p, d) is None
+    d.transfer_mode = "push"
+    assert why_no_handover(p, d) is None
+    d.transfer_mode = "pull"
+    assert "transfer modes differ" in (why_no_handover(p, d) or "")
     p, d = worker("p", Role.PREFILL), worker("d")
     p.block_size, d.block_size = 32, 64
     assert why_no_handover(p, d) is None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from proxy.dialects.chat import CHAT
 from proxy.session.holding import Holding
@@ -213,23 +216,59 @@ def test_missing_render_is_told_from_a_refused_request() -> None:
 
 def test_ids_with_media_features_are_not_used() -> None:
     """Placeholders prove nothing."""
-    assert token_ids({"token_ids": [1]}) == [1]
-    assert token_ids({"tokens": [1]}) == [1]
-    assert token_ids({"token_ids": [1], "features": {"mm": 1}}) is None
-    assert token_ids({}) is None
-    assert agreed_ids([{"token_ids": [1]}, {"token_ids": [1]}]) == [1]
-    assert agreed_ids([{"token_ids": [1]}, {"token_ids": [2]}]) is None
-    assert agreed_ids([{}, {"token_ids": [2]}]) is None
+    assert token_ids(b'{"token_ids":[1],"features":null}') == b"[1]"
+    assert token_ids(b'{"tokens":[1]}') == b"[1]"
+    assert token_ids(b'{"token_ids":[1],"features":{"mm":1}}') is None
+    assert token_ids(b"{}") is None
+    one, other = b'{"token_ids":[1]}', b'{"token_ids":[2]}'
+    assert agreed_ids([one, one]) == b"[1]"
+    assert agreed_ids([one, other]) is None
+    assert agreed_ids([b"{}", other]) is None
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(alphabet='"token_ids:[1,2]\\ ', max_size=30),
+    lambda part: (
+        st.lists(part, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["token_ids", "tokens", "features", "x"]), part, max_size=4
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["a", "token_ids", "tokens", "features", "z"]),
+        JSON | st.lists(st.integers(0, 200_000), max_size=5),
+    ),
+    st.sampled_from([(",", ":"), (", ", ": ")]),
+)
+def test_ids_are_cut_out_as_reading_the_whole_answer_would_give_them(
+    answer: dict[str, Any], separators: tuple[str, str]
+) -> None:
+    """Whatever else the answer holds, the words that are looked for among it; blanks or none."""
+    read = answer.get("token_ids", answer.get("tokens"))
+    usable = not answer.get("features") and isinstance(read, list) and read
+    found = token_ids(json.dumps(answer, separators=separators).encode())
+    assert found == (orjson.dumps(read) if usable else None)
+
+
+@pytest.mark.parametrize("answer", [b"", b"[1]", b'{"token_ids":[1', b'"token_ids":[1]'])
+def test_an_answer_that_is_no_object_is_a_failure(answer: bytes) -> None:
+    with pytest.raises(ValueError, match="no JSON object"):
+        token_ids(answer)
 
 
 def test_a_rendering_is_known_by_its_length_if_no_other_has_it() -> None:
     """Equal ids count as one; a refused rendering and a missing count tell nothing."""
-    one, two, three = ({"token_ids": ids} for ids in ([1, 2], [1, 2, 3], [1, 2, 4]))
+    one, two, three = (b'{"token_ids":[%b]}' % ids for ids in (b"1,2", b"1,2,3", b"1,2,4"))
     assert rendering_used([one, two], {"input_tokens": 3}) == 1
     assert rendering_used([None, two, two], {"input_tokens": 3}) == 1
     assert rendering_used([one, two, three], {"input_tokens": 3}) == UNKNOWN
     assert rendering_used([one, two], {"input_tokens": 4}) == UNKNOWN
-    assert rendering_used([one, {}], None) == UNKNOWN
+    assert rendering_used([one, b"{}"], None) == UNKNOWN
 
 
 def test_identity_precedence_and_separation() -> None:

@@ -11,6 +11,7 @@ from proxy.retention import (
     budget_blocks,
     by_worth,
     group_of,
+    to_give_up,
     worth,
 )
 from proxy.session.identity import identity_of
@@ -87,10 +88,22 @@ def test_a_newcomer_takes_room_only_from_what_is_worth_less() -> None:
     """A one-shot request drives out no agent; an agent drives out one-shot requests."""
     groups = taught(agent=3, once=None)
     entries = [entry("agent", "agent", since=99), entry("one-shot", "once", since=99)]
-    for group, victims in (("agent", ["one-shot", "agent"]), ("once", ["one-shot"])):
+    for group, expected in (("agent", ["one-shot", "agent"]), ("once", ["one-shot"])):
         newcomer = entry("new", group)
-        ranked = by_worth(entries, groups, now=99.5, newcomer=newcomer)
-        assert [each.id for each in ranked] == victims
+        found = to_give_up(entries, groups, now=99.5, excess=20, must=0, newcomers=[newcomer])
+        assert found == expected
+
+
+def test_as_much_is_given_up_as_is_needed_and_the_rest_of_it_only_for_better() -> None:
+    """What exceeds the budget without newcomers goes whatever it is worth."""
+    groups = taught(agent=3, once=None)
+    entries = [entry(f"agent {n}", "agent", since=90 + n) for n in range(4)]
+    assert len(to_give_up(entries, groups, now=99, excess=11, must=0)) == 2
+    newcomer = entry("new", "once")
+    assert to_give_up(entries, groups, now=99, excess=30, must=-5, newcomers=[newcomer]) == []
+    found = to_give_up(entries, groups, now=99, excess=30, must=5, newcomers=[newcomer])
+    assert found == [by_worth(entries, groups, now=99)[0].id]
+    assert len(to_give_up(entries, groups, now=99, excess=1000, must=0)) == 4
 
 
 def test_groups_are_bounded_and_forget_the_one_unused_for_longest() -> None:

@@ -228,16 +228,3 @@ async def test_what_nobody_could_pull_is_not_kept(serve: Serve) -> None:
     finally:
         await small.stop()
         await large.stop()
-
-
-async def test_a_push_worker_is_recognised_by_its_first_handle(serve: Serve) -> None:
-    """Decode would wait in vain for blocks that nobody writes; after one turn it is not asked."""
-    serving = await serve()
-    assert serving.prefill is not None
-    serving.prefill.knobs.transfer_mode = "push"
-    first = await serving.chat([user(LONG)])
-    assert (first.route, first.reason) == ("decode-only", "pair_mismatch")
-    second = await serving.chat([user(LONG)])
-    assert (second.route, second.reason) == ("decode-only", "no_prefill_worker")
-    assert len(serving.prefill.bodies("/v1/completions")) == 1
-    assert "NixlPushConnector" in (await serving.get("/ready")).json["pairs"][0]["no_handover"]

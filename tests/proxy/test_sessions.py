@@ -8,6 +8,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from proxy.session.identity import identity_of
+from proxy.turn import retaining
 from tests.fakes.worker import MODEL
 from tests.proxy.conftest import Serve, Serving
 from tests.proxy.test_admin import admin
@@ -34,6 +36,22 @@ async def settled(serving: Serving) -> None:
 async def delete(serving: Serving, path: str) -> tuple[int, Any]:
     async with serving.session.delete(serving.url + path) as answer:
         return answer.status, await answer.json()
+
+
+async def test_a_session_is_shown_and_released_at_once(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long changes to the ledger are gathered: who asks is not to wait for that."""
+    monkeypatch.setattr(retaining, "GATHER_SECONDS", 30.0)
+    await serving.chat([user(LONG)], conversation_id="c")
+    assert len((await serving.get("/v1/sessions")).json["data"]) == 1
+    await serving.chat([user(LONG)], conversation_id="d")
+    status, body = await delete(serving, "/v1/sessions/d")
+    assert (status, body["released_blocks"] > 0) == (200, True)
+    (left,) = (await serving.get("/v1/sessions")).json["data"]
+    assert left["label"] == identity_of(MODEL, conversation="c").label
+    monkeypatch.setattr(retaining, "GATHER_SECONDS", 0.002)
+    await serving.app.conductor.retention.told()
 
 
 async def test_a_session_is_shown_with_place_size_and_time(serving: Serving) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,19 +130,44 @@ async def test_evicted_or_claimed_but_never_both(table: SessionTable) -> None:
     assert sum(bool(result) for result in results) == 1
 
 
-async def test_a_holding_is_given_out_even_if_its_mark_cannot_be_written(
-    table: SessionTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who took it out must release it: nobody else can any more."""
-
-    async def broken(*given: Any, **more: Any) -> None:
-        raise ConnectionError
-
+async def test_a_holding_is_given_out_even_if_its_mark_is_gone(table: SessionTable) -> None:
+    """Who took it out must release it: nobody else can any more. No mark comes to be."""
     identity = who("c")
     stored = holding(identity, 200)
     await table.commit(identity, stored, ttl_seconds=60, mark_seconds=60)
-    monkeypatch.setattr(table, "_remark", broken)
+    mark = f"kvloop:{{{identity.scope.hex()}}}:h:{stored.id}x"
+    assert await table._redis.delete(mark) == 1
     assert await table.evict(identity.scope.hex(), stored.id, Reason.EVICTED) == stored
+    assert await table._redis.exists(mark) == 0
+
+
+async def test_several_are_taken_out_at_once_and_each_says_why(table: SessionTable) -> None:
+    """Of different scopes, in one trip; one that was claimed before is nobody's."""
+    owners = [who(f"c{number}", model=f"m{number}") for number in range(4)]
+    stored = [holding(owner, 200 + number) for number, owner in enumerate(owners)]
+    for owner, each in zip(owners, stored, strict=True):
+        await table.commit(owner, each, ttl_seconds=60, mark_seconds=90)
+    assert await table.claim(owners[1], stored[1])
+    found = await table.evict_all(
+        [(owner.scope.hex(), each.id) for owner, each in zip(owners, stored, strict=True)],
+        Reason.EVICTED,
+    )
+    assert found == [stored[0], None, *stored[2:]]
+    for number in (0, 2, 3):
+        prompt = PromptTokens(owners[number].namespace, range(600))
+        (mark,) = await table.find(owners[number], prompt)
+        assert (mark.handle, mark.absent) == (None, Reason.EVICTED)
+        assert mark.fingerprint.token_count == 200 + number
+        key = f"kvloop:{{{owners[number].scope.hex()}}}:h:{stored[number].id}x"
+        assert 60_000 < await table._redis.pttl(key) <= 90_000
+
+
+async def test_a_failed_trip_is_told_for_each_that_was_wanted() -> None:
+    """Then nobody knows whether they were taken out."""
+    table = SessionTable("redis://127.0.0.1:1", timeout_seconds=0.1)
+    found = await table.evict_all([("a", "1"), ("b", "2")], Reason.EVICTED)
+    assert [type(each) for each in found] == [TableUnavailable, TableUnavailable]
+    await table.close()
 
 
 async def test_what_its_owner_deletes_leaves_no_mark(table: SessionTable) -> None:
@@ -197,6 +224,34 @@ async def test_the_private_store_is_a_real_server_that_ends() -> None:
     gone = SessionTable(url, timeout_seconds=0.2)
     assert not await gone.ping()
     await gone.close()
+
+
+_STARTS_A_STORE = """
+import asyncio, signal
+from proxy.session.private_store import PrivateStore
+
+store = PrivateStore()
+print(asyncio.run(store.start()), flush=True)
+signal.pause()
+"""
+
+
+async def test_the_private_store_ends_with_a_proxy_that_is_killed() -> None:
+    """SIGKILL leaves neither a server nor its files."""
+    proxy = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", _STARTS_A_STORE), stdout=asyncio.subprocess.PIPE
+    )
+    assert proxy.stdout is not None
+    path = (await proxy.stdout.readline()).decode().strip().removeprefix("unix://")
+    reader, writer = await asyncio.open_unix_connection(path)
+    proxy.kill()
+    async with asyncio.timeout(10):
+        assert await proxy.stdout.read() == b""  # nobody else holds what its output goes to
+        assert await reader.read() == b""  # the server has closed what was connected to it
+        while Path(path).parent.exists():
+            await asyncio.sleep(0.01)
+        await proxy.wait()
+    writer.close()
 
 
 async def test_a_cancelled_operation_ends_its_task(table: SessionTable) -> None:

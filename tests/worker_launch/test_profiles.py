@@ -13,7 +13,9 @@ from worker_launch.profiles import (
     PROFILES,
     LaunchCommand,
     LaunchError,
+    LaunchProfile,
     Role,
+    TransferMode,
     build_command,
     parse_overrides,
     profile_named,
@@ -50,6 +52,34 @@ def test_what_describes_the_blocks_is_equal_on_both_roles() -> None:
     assert {**transfer(prefill), "kv_role": ""} == {**transfer(decode), "kv_role": ""}
     assert option(prefill, "block-size") == option(decode, "block-size") == "32"
     assert prefill.env == decode.env
+
+
+@pytest.mark.parametrize("profile", PROFILES.values(), ids=list(PROFILES))
+def test_push_mode_takes_the_stock_connector_with_nothing_that_it_refuses(
+    profile: LaunchProfile,
+) -> None:
+    """vLLM refuses to start NixlPushConnector as bidirectional, and does not know our settings."""
+    made = build_command(
+        profile,
+        Role.DECODE,
+        model="m",
+        served_model_name="m",
+        host="127.0.0.1",
+        port=8200,
+        side_channel_host="10.0.0.2",
+        side_channel_port=5700,
+        python_executable="python3",
+        transfer_mode=TransferMode.PUSH,
+    )
+    config = transfer(made)
+    assert config["kv_connector"] == "NixlPushConnector"
+    assert "kv_connector_module_path" not in config
+    extra = config["kv_connector_extra_config"]
+    assert "bidirectional_kv_xfer" not in extra
+    assert not [name for name in extra if name.startswith("kvloop")]
+    assert extra["push_registration_timeout"] == 60
+    kept = {item.name for item in profile.connector} & set(extra)
+    assert kept == {"num_threads"} if profile is CPU_SMALL else "backends" in kept
 
 
 @pytest.mark.parametrize("role", list(Role))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -192,6 +192,8 @@ class World:
             module.time = clocks  # type: ignore[attr-defined]
         self._settles = prefill_leg.ABORT_SETTLES
         prefill_leg.ABORT_SETTLES = 0.0
+        self._gathers = retaining.GATHER_SECONDS
+        retaining.GATHER_SECONDS = 0.0
         self.proxies = [ModelProxy(self) for _ in range(proxies)]
         self.turns: list[ModelTurn] = []
 
@@ -199,6 +201,7 @@ class World:
         for module in _CLOCKED:
             module.time = self._time  # type: ignore[attr-defined]
         prefill_leg.ABORT_SETTLES = self._settles
+        retaining.GATHER_SECONDS = self._gathers
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
         self.settle()
@@ -451,10 +454,23 @@ class World:
                 continue
             if any(gate.name == f"late commit {name}" for gate in self.gates):
                 continue
+            if any(_carries(each, name) for each in self.turns):
+                continue
             if any(proxy.conductor.background_tasks for proxy in self.proxies):
                 continue  # a release is under way; when it has ended this is judged again
             self.faults.append(f"pinned without an owner: {name}")
         assert not self.faults, self.faults
+
+
+def _carries(turn: ModelTurn, name: str) -> bool:
+    """Does this turn, under way, answer for what was given up?"""
+    claimed = turn.turn.claimed
+    return (
+        _running(turn.task)
+        and claimed is not None
+        and claimed.handle is not None
+        and claimed.handle["remote_request_id"] == name
+    )
 
 
 def _running(task: asyncio.Task[Any] | None) -> bool:
@@ -528,6 +544,11 @@ class ModelTable:
             raise TableUnavailable("lost")
         return decode(id, row[1])
 
+    async def evict_all(self, wanted: Any, why: Any) -> list[Any]:
+        return await asyncio.gather(
+            *(self.evict(scope, id, why) for scope, id in wanted), return_exceptions=True
+        )
+
     async def commit(
         self, identity: Identity, holding: Holding, *, ttl_seconds: float, mark_seconds: float
     ) -> bool:
@@ -579,10 +600,11 @@ class ModelLedger:
         self,
         place: Place,
         *,
-        add: Entry | None = None,
-        seconds: float = 0.0,
-        remove: Any = (),
+        add: Iterable[tuple[Entry, float]] = (),
+        remove: Iterable[str] = (),
+        take: Iterable[str] = (),
         budget: int | None = None,
+        enough: int = 0,
     ) -> Page:
         world = self._world
         asked = world.clock
@@ -594,14 +616,23 @@ class ModelLedger:
         expired = [entry for entry in entries.values() if entry.deadline <= world.clock]
         for entry in expired:
             del entries[entry.id]
+        remove = list(remove)
         self._early |= {id for id in remove if id not in entries}
         removed = [entries.pop(id) for id in remove if id in entries]
-        if add is not None and add.id not in self._early:
-            entries[add.id] = add._replace(since=world.clock, deadline=world.clock + seconds)
+        for entry, seconds in add:
+            if entry.id not in self._early:
+                entries[entry.id] = entry._replace(
+                    since=world.clock, deadline=world.clock + seconds
+                )
         blocks = sum(entry.blocks for entry in entries.values())
+        taken = []
+        for id in take:
+            if id in entries and blocks > enough:
+                taken.append(entries.pop(id))
+                blocks -= taken[-1].blocks
         over = budget is not None and blocks > budget
         candidates = list(entries.values()) if over else []
-        return Page(blocks, world.clock, expired, removed, candidates)
+        return Page(blocks, world.clock, expired, removed, taken, candidates)
 
 
 class ModelClient:
@@ -610,12 +641,15 @@ class ModelClient:
     def __init__(self, world: World) -> None:
         self._world = world
 
+    async def post(self, worker: Worker, path: str, body: bytes, **more: Any) -> bytes:
+        request = orjson.loads(body)
+        assert path.endswith("/render")
+        return orjson.dumps({"token_ids": self._world.prompts[request["messages"][0]["content"]]})
+
     async def call(
         self, worker: Worker, path: str, body: bytes, *, timeout: float, **more: Any
     ) -> dict[str, Any]:
         request = orjson.loads(body)
-        if path.endswith("/render"):
-            return {"token_ids": self._world.prompts[request["messages"][0]["content"]]}
         if worker.role is Role.PREFILL:
             return await self._prefill(worker, request)
         return await self._decode(worker, request)
@@ -635,7 +669,11 @@ class ModelClient:
             request["prompt"],
             request["kv_transfer_params"],
         )
-        self._fail_unless_ok(worker, await world.gate("prefill answer"))
+        how = await world.gate("prefill answer")
+        params = request["kv_transfer_params"]
+        if how == "failed" and "remote_request_id" in params and not params["remote_num_tokens"]:
+            how = "gone"  # a 500 comes from a read that failed, and here nothing was to be read
+        self._fail_unless_ok(worker, how)
         if handle is None:
             raise WorkerFailed(worker.name, 500)
         return {"kv_transfer_params": handle}
@@ -746,6 +784,15 @@ class ModelProxy:
             table=self.world.table,  # type: ignore[arg-type]
             ledger=self.world.ledger,  # type: ignore[arg-type]
             metrics=Metrics(),
+        )
+
+        async def wait() -> None:
+            await self.world.gate("ride")
+
+        self.conductor.releases.wait_for_rides = wait  # type: ignore[method-assign]
+        self.conductor.releases.proved(
+            self.prefill,
+            Holding("", self.decode.name, "1", PromptTokens(b"", []).fingerprint, None),
         )
 
     def notice(self) -> None:
