@@ -42,15 +42,26 @@ SCHEMA = {
 }
 CHAT_TOOLS = [{"type": "function", "function": tool} for tool in (WEATHER, CLOCK)]
 ANTHROPIC_TOOLS = [
-    {"name": t["name"], "description": t["description"], "input_schema": t["parameters"]}
+    {
+        "name": t["name"],
+        "description": t["description"],
+        "input_schema": t["parameters"],
+        "strict": True,
+    }
     for t in (WEATHER, CLOCK)
 ]
-RESPONSES_TOOLS = [{"type": "function", "strict": False, **tool} for tool in (WEATHER, CLOCK)]
+RESPONSES_TOOLS = [{"type": "function", "strict": True, **tool} for tool in (WEATHER, CLOCK)]
+STRICT_TOOLS = [
+    {"type": "function", "function": {**tool, "strict": True}} for tool in (WEATHER, CLOCK)
+]
+"""Of the others the model leaves the arguments open, and ends their call sooner."""
 
 
 AT_ONCE: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
 """The answer begins at once: the model would think, noise that never ends, before it obeys."""
-CALL, USE = r'"arguments": "(\\n|\\t| )*\{', r'"type": "tool_use"'
+CALL = r'<tool_call>|"arguments": "|"type": "tool_use"'
+"""A call, or its beginning as text: strict arguments may be cut off in the white space that the
+model likes between their braces."""
 OBJECT = r'": "(\\n|\\t| )*\{'
 
 
@@ -170,6 +181,11 @@ CASES: tuple[Case, ...] = (
     _chat(
         "tools, tool_choice required",
         fields={**AT_ONCE, "tools": CHAT_TOOLS, "tool_choice": "required", "max_tokens": 60},
+        shows=CALL,
+    ),
+    _chat(
+        "strict tools",
+        fields={**AT_ONCE, "tools": STRICT_TOOLS, "tool_choice": "required", "max_tokens": 60},
         shows=CALL,
     ),
     _chat(
@@ -317,7 +333,10 @@ CASES: tuple[Case, ...] = (
     _text("logit_bias", last={"logit_bias": {"1000": 50}}),
     _text(
         "structured outputs: regex",
-        last={"structured_outputs": {"regex": "[a-c]{6}"}},
+        last={
+            "prompt": lambda prompt, said: prompt + "</think>",
+            "structured_outputs": {"regex": "[a-c]{6}"},
+        },
         shows=r'"[a-c]{6}"',
     ),
     _text("token ids in the answer", last={"return_token_ids": True}),
@@ -345,7 +364,7 @@ CASES: tuple[Case, ...] = (
             "tool_choice": {"type": "any"},
             "max_tokens": 60,
         },
-        shows=USE,
+        shows=CALL,
     ),
     _message(
         "tools, named tool",
@@ -355,7 +374,7 @@ CASES: tuple[Case, ...] = (
             "tool_choice": {"type": "tool", "name": "clock"},
             "max_tokens": 40,
         },
-        shows=USE,
+        shows=CALL,
     ),
     _message("tool results", fields={"tools": ANTHROPIC_TOOLS}, last={"messages": _after_a_use}),
     _message("thinking, adaptive", last={"thinking": {"type": "adaptive"}}),

@@ -258,7 +258,6 @@ async def test_the_sdks_put_together_what_a_plain_worker_says(stack: FeatureStac
     """Streams of tool calls through the SDKs' own accumulators: equal in every field."""
     plain = await spoken_through_the_sdks(stack.plain)
     ours = await spoken_through_the_sdks(stack.proxy)
-    assert plain["chat"]["choices"][0]["message"]["tool_calls"]
     assert any(block["type"] == "tool_use" for block in plain["messages"]["content"])
     assert any(item["type"] == "function_call" for item in plain["responses"]["output"])
     assert differences(plain, ours, tolerance=TOLERANCE) == []
