@@ -219,6 +219,8 @@ async def spoken_through_the_sdks(url: str) -> dict[str, Any]:
         {"role": "user", "content": "What did Rex say then?"},
     ]
     said: dict[str, Any] = {}
+    # The SDK parses strict arguments, and those of this model are cut off by the limit.
+    open_tools: Any = [{**tool, "strict": False} for tool in RESPONSES_TOOLS]
     common: dict[str, Any] = {"model": MODEL, "extra_body": {"temperature": 0, **AT_ONCE}}
     async with (
         openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as one,
@@ -236,7 +238,7 @@ async def spoken_through_the_sdks(url: str) -> dict[str, Any]:
             async with one.responses.stream(
                 **common,
                 input=given,
-                tools=RESPONSES_TOOLS,  # type: ignore[arg-type]
+                tools=open_tools,
                 tool_choice="required",
                 max_output_tokens=60,
             ) as events:
