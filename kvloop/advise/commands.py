@@ -69,8 +69,11 @@ def advise(
         ),
     ] = 30,
     prefill_cache_blocks: Annotated[
-        int, typer.Option(min=0, help="Prefix cache of one prefill worker; 0: off.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0, help="Prefix cache of one prefill worker; 0: off. With --measured: the run's."
+        ),
+    ] = None,
     prefill_workers: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Folder for report.html, .md and .json.")] = None,
 ) -> None:
@@ -107,11 +110,15 @@ def advise(
         else:
             _fail("name a traffic file, or a measured run with --measured")
         costs, checks = _costs(run, kv, tflops, gbytes_per_second, overhead_ms, pull_overhead_ms)
+        if prefill_cache_blocks is None and run is not None:
+            cache = fit.prefill_cache(run, arm)
+        else:
+            cache = PrefillCache(float((prefill_cache_blocks or 0) * block_size), prefill_workers)
         pair = advice.Pair(
             block_size,
             decode_blocks,
             decode_tokens_per_second,
-            PrefillCache(float(prefill_cache_blocks * block_size), prefill_workers),
+            cache,
             expiry_margin,
         )
         found = advice.advise(traffic, kv, costs, pair)

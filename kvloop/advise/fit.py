@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from kvloop.advise.model import Costs, KvModel
-from kvloop.advise.replay import play, retention
+from kvloop.advise.replay import NO_CACHE, PrefillCache, play, retention
 from kvloop.advise.traffic import Traffic, Turn, ordered
 from kvloop.bench.legs import KNOWN_ARMS, expiry_margin
 from kvloop.bench.records import Run, TurnRecord
@@ -24,7 +24,8 @@ class CannotFit(ValueError):
 
 @dataclass(frozen=True)
 class Check:
-    """Prediction beside measurement. Errors are shares of the measured value."""
+    """Prediction beside measurement. Errors are shares of the measured value; where that is a share
+    itself, as its name then says, they are the difference."""
 
     what: str
     count: int
@@ -155,10 +156,30 @@ def _turns(run: Run, arm: str) -> list[Turn]:
     ]
 
 
-def check_pulls(run: Run, arm: str, model: KvModel, *, block: int, threshold: int) -> Check | None:
-    """Tokens that a replay pulls within the run's lease beside those that were pulled.
+def prefill_cache(run: Run, arm: str) -> PrefillCache:
+    """The prefix cache that an arm's prefill workers had: an even share of it, as the arms of a run
+    keep their prompts apart by a salt each."""
+    known = KNOWN_ARMS.get(arm)
+    sizes = [
+        float(worker.blocks * worker.block_size)
+        for worker in run.workers
+        if worker.role == "prefill"
+        and worker.prefix_cache
+        and worker.blocks is not None
+        and worker.block_size is not None
+    ]
+    if known is None or not known.prefix_cache or not sizes:
+        return NO_CACHE
+    sharing = [each for each in run.arms if (one := KNOWN_ARMS.get(each.name)) and one.prefix_cache]
+    return PrefillCache(min(sizes) / len(sharing), len(sizes))
 
-    Per workload. None where the run's lease is not known or nothing was pulled.
+
+def check_pulls(run: Run, arm: str, model: KvModel, *, block: int, threshold: int) -> Check | None:
+    """Tokens that a replay pulls within the run's lease beside those pulled, both as shares
+    of all prompt tokens.
+
+    Per workload, with prefill's own cache as the run had it. None where the lease is not known
+    or nothing was pulled.
     """
     if run.lease_seconds is None:
         return None
@@ -169,10 +190,23 @@ def check_pulls(run: Run, arm: str, model: KvModel, *, block: int, threshold: in
         mine = [r for r in run.turns if r.arm == arm and r.workload == workload]
         measured = sum(r.pulled_tokens or 0 for r in mine)
         part = traffic_of(_only(run, mine), arm)
-        if measured and part.turns:
-            outcome = play(part, model, nothing, lease=lease, block=block, threshold=threshold)
-            pairs.append((outcome.pulled, float(measured)))
-    return _check(f"tokens pulled by {arm}, per workload", pairs) if pairs else None
+        prompts = sum(turn.prompt for turn in part.turns)
+        if prompts:
+            outcome = play(
+                part,
+                model,
+                nothing,
+                lease=lease,
+                block=block,
+                threshold=threshold,
+                cache=prefill_cache(run, arm),
+            )
+            pairs.append((outcome.pulled / prompts, measured / prompts))
+    if not any(measured for _, measured in pairs):
+        return None
+    off = [predicted - measured for predicted, measured in pairs]
+    what = f"share of prompt tokens pulled by {arm}, per workload"
+    return Check(what, len(off), median([abs(each) for each in off]), median(off))
 
 
 def check_retained(run: Run, *, block: int) -> Check | None:

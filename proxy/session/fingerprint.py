@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-SPAN_BYTES = 320
+SPAN_BYTES = 384
 """Bytes of text for each digest, a multiple of the hash's own block. Smaller: more hashing and more
 bytes per session for the same history. Larger: an edited history loses up to one span of reuse."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvloop.advise import fit
 from kvloop.advise.model import Costs, KvModel
-from kvloop.bench.records import ArmInfo, Sample, Transfer, TurnRecord
+from kvloop.bench.records import ArmInfo, Sample, Transfer, TurnRecord, WorkerInfo
 from tests.kvloop_bench.test_summary import run_of
 
 MODEL = KvModel("test", kv_bytes=1e5, parameters=1e9, attention=1e6)
@@ -89,7 +89,23 @@ def test_pulls_are_predicted_from_lengths_and_times_alone() -> None:
     early = replace(run, lease_seconds=10.0)
     missed = fit.check_pulls(early, "published", MODEL, block=16, threshold=64)
     assert missed is not None
-    assert missed.bias == -1
+    pulled = sum(t.pulled_tokens or 0 for t in made) / sum(t.prompt_tokens or 0 for t in made)
+    assert missed.bias == pytest.approx(-pulled)
+
+
+def test_what_prefill_s_own_cache_has_is_not_pulled() -> None:
+    """The run says how large it is; the arms that use it have a part each."""
+    made = [replace(t, arm="production", pulled_tokens=99) for t in turns(noise=0)]
+    worker = WorkerInfo("p", "prefill", block_size=16, blocks=10_000, prefix_cache=True)
+    arms = tuple(ArmInfo(name, "", "") for name in ("production", "prefix-cache", "cold"))
+    run = replace(run_of(*made, lease_seconds=480.0), workers=(worker,), arms=arms)
+    assert fit.prefill_cache(run, "production").tokens == 80_000
+    assert fit.prefill_cache(run, "cold").tokens == 0
+    with_cache = fit.check_pulls(run, "production", MODEL, block=16, threshold=64)
+    without = fit.check_pulls(replace(run, workers=()), "production", MODEL, block=16, threshold=64)
+    assert with_cache is not None
+    assert without is not None
+    assert with_cache.bias < without.bias
 
 
 def test_kept_blocks_are_held_against_decode_s_own_gauge() -> None:
