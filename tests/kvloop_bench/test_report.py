@@ -95,6 +95,7 @@ class Page(HTMLParser):
             assert self.open.pop() == tag
 
 
+@pytest.mark.slow
 def test_the_page_is_one_file_that_loads_nothing() -> None:
     page = Page()
     page.feed(document.html("Title <1>", blocks()))
