@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent
 HOSTS = {"KVLOOP_PREFILL_HOST": "10.0.0.1", "KVLOOP_DECODE_HOST": "10.0.0.2"}
@@ -93,7 +95,6 @@ def test_the_two_machines_find_each_other() -> None:
 
 
 @pytest.mark.parametrize("profile", SERVICES)
-@pytest.mark.slow
 def test_each_worker_command_is_one(profile: str) -> None:
     """`kvloop` with a worker service's command and --dry-run prints a vLLM command."""
     for name, service in composed(profile, **HOSTS)["services"].items():
@@ -124,7 +125,6 @@ def test_a_forgotten_address_stops_the_worker_with_a_reason() -> None:
     assert "side channel host" in outcome.stderr
 
 
-@pytest.mark.slow
 def test_the_proxy_service_runs_and_its_health_check_passes(valkey_url: str) -> None:
     """The proxy's environment and health check, as processes; then it stops on SIGTERM."""
     service = composed("cpu")["services"]["proxy"]

@@ -11,6 +11,8 @@ import pytest
 
 from proxy.workers.sources import check_url
 
+pytestmark = pytest.mark.slow
+
 yaml = pytest.importorskip("yaml")
 
 KUBERNETES = Path(__file__).parent.parent.parent / "deploy" / "kubernetes"
@@ -52,7 +54,6 @@ def test_every_file_is_listed_and_every_patch_has_a_target() -> None:
             assert patch["target"]["name"] in of(patch["target"]["kind"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["base", *OVERLAYS])
 def test_kustomize_builds(folder: str) -> None:
     """`kubectl kustomize`, where there is one, and every result fits its schema."""

@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from tests.fakes.worker import MODEL, Cluster, FakeWorker
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -8,6 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from worker_launch.connector.held_blocks import Ending, HeldBlocks
 
+pytestmark = pytest.mark.slow
+
 
 def test_shared_blocks_count_once() -> None:
     """Two holders of a common prefix pin its blocks once, until both have ended."""
