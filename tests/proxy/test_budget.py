@@ -16,6 +16,8 @@ from tests.fakes.worker import MODEL, Pin
 from tests.proxy.conftest import Serve, Serving
 from tests.proxy.test_sessions import LONG, settled, user
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 SMALL = {"blocks": 257}
 """Decode pins at most 128 blocks, the proxy keeps 102: six conversations of 17 blocks."""
@@ -39,7 +41,6 @@ async def comes_back(serving: Serving, name: str) -> str:
     return answer.reason
 
 
-@pytest.mark.slow
 async def test_decode_refuses_no_pin_because_of_ended_conversations(serve: Serve) -> None:
     """Far more conversations end than decode may keep: the last ones are there, the first say why
     not, and what was given up is released and never read."""
