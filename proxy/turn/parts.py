@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from proxy.errors import TableUnavailable
+from proxy import log
+from proxy.errors import TableUnavailable, WorkerError
 from proxy.metrics import Metrics
 from proxy.session.table import SessionTable
 from proxy.settings import Settings
@@ -39,6 +40,21 @@ class Parts:
         """May a turn's blocks stay on this decode worker? Not if nobody could read or release
         them."""
         return self.reuse_on and self.pool.pullable(decode)
+
+    def prefill_failed(
+        self, request_id: str, worker: Worker, error: WorkerError, *, warm: bool = False
+    ) -> None:
+        """Log and count a prefill leg that came to nothing, and what it says of the worker."""
+        log.event(
+            "prefill_failed",
+            request=request_id,
+            worker=worker.name,
+            warm=warm,
+            error=str(error),
+        )
+        leg = "warm_prefill" if warm else "prefill"
+        self.metrics.cold_retries.labels(leg, type(error).__name__).inc()
+        self.verdicts.call_failed(worker, error)
 
     def table_operation(self, name: str) -> _TableOperation:
         """Time an operation of the table and count its failure."""

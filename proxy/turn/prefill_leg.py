@@ -80,17 +80,7 @@ class PrefillLeg:
                 turn.fall_to_decode(Reason.PREFILL_FAILED)
                 return None
             except (WorkerFailed, WorkerUnreachable) as error:
-                log.event(
-                    "prefill_failed",
-                    request=turn.request_id,
-                    worker=worker.name,
-                    warm=warm,
-                    error=str(error),
-                )
-                self._parts.metrics.cold_retries.labels(
-                    "warm_prefill" if warm else "prefill", type(error).__name__
-                ).inc()
-                self._parts.verdicts.call_failed(worker, error)
+                self._parts.prefill_failed(turn.request_id, worker, error, warm=warm)
                 if warm:
                     self._parts.verdicts.pull_failed(worker)
                     if pull is not None:

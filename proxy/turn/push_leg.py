@@ -269,16 +269,7 @@ class PushLeg:
             worker.answered()
             raise
         except (WorkerFailed, WorkerUnreachable) as error:
-            log.event(
-                "prefill_failed",
-                request=turn.request_id,
-                worker=worker.name,
-                warm=False,
-                error=str(error),
-            )
-            cause = type(error).__name__
-            self._parts.metrics.cold_retries.labels("prefill", cause).inc()
-            self._parts.verdicts.call_failed(worker, error)
+            self._parts.prefill_failed(turn.request_id, worker, error)
             worker.push_place = {}  # most likely it restarts; its next answer says
             raise
 
