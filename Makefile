@@ -56,7 +56,7 @@ lint: env-fast ## Check style and types
 BENCH := $(BIN)/kvloop bench run --local --models-dir .kvloop/models --lease 60 --pause-scale 0.2 \
 	--set env.VLLM_CPU_KVCACHE_SPACE=1
 
-bench: env ## Measure all legs on a CPU pair, favourable and not; writes bench-report/ (an hour)
+bench: env ## Measure all legs on a CPU pair, favourable and not; writes bench-report/ (over an hour)
 	$(BENCH) --title "published experiment, scaled down" --out bench-report/lengths \
 		--legs published --workloads lengths --lengths 400,800,1600 --conversations 6 $(ARGS)
 	$(BENCH) --title "beside prefill's own cache" --out bench-report/production --scale 0.15 \
@@ -65,7 +65,7 @@ bench: env ## Measure all legs on a CPU pair, favourable and not; writes bench-r
 		--legs production,single --workloads agent,reasoning --conversations 6 --clients 6 \
 		--set max-model-len=2048 --prefill-set num-gpu-blocks-override=80 $(ARGS)
 	$(BENCH) --title "where reuse may not win" --out bench-report/unfavourable --scale 0.15 \
-		--legs published,noise,production --workloads one-shot,late,burst --conversations 6 $(ARGS)
+		--legs published,noise,production --workloads one-shot,late,burst --conversations 12 $(ARGS)
 	$(BIN)/kvloop bench report bench-report/*/run.json --out bench-report --title "kvloop on a CPU pair"
 
 bench-reuse: env ## Measure TTFT of a conversation's fifth turn with reuse and cold (minutes)
