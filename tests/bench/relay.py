@@ -11,6 +11,7 @@ this machine's cores: read ratios, and the CPU time per request, which hardly de
     make bench-relay ARGS="--soak 1800"                 memory over half an hour of traffic
     make bench-relay ARGS="--streams 4000"              memory per open stream
     make bench-relay ARGS="--profile"                   where the time goes (needs py-spy)
+    make bench-relay ARGS="--quick --beside before=../old-checkout"    a change, in one run with it
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,24 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Another checkout of the proxy to measure in the same run, and the interpreter it runs on."""
+
+    name: str
+    folder: Path
+    python: str
+
+    @classmethod
+    def of(cls, text: str) -> Beside:
+        """``NAME=FOLDER`` or ``NAME=FOLDER:PYTHON``."""
+        name, _, rest = text.partition("=")
+        folder, _, python = rest.partition(":")
+        if not (name and (Path(folder) / "proxy").is_dir()):
+            raise argparse.ArgumentTypeError("NAME=FOLDER, where FOLDER is a checkout")
+        return cls(name, Path(folder).resolve(), python or sys.executable)
+
+
+@dataclass(frozen=True)
 class Cell:
     """One point of the grid."""
 
@@ -71,10 +90,13 @@ class Cell:
 
 
 @contextmanager
-def started(command: list[str], **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    command: list[str], folder: Path = ROOT, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), **environment},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -111,6 +133,7 @@ def targets(
     *,
     more: tuple[str, ...] = (),
     pipe: bool = False,
+    beside: Sequence[Beside] = (),
 ) -> Iterator[list[Target]]:
     """Two fake workers and everything that stands before them."""
     prefill, decode = free_port(), free_port()
@@ -125,7 +148,7 @@ def targets(
         wait_for(prefill, "/health")
         wait_for(decode, "/health")
         found.append(Target(DIRECT, decode, direct.pid))
-        with _routers(p, d, router, processes) as routers, ExitStack() as stack:
+        with _routers(p, d, router, processes, beside) as routers, ExitStack() as stack:
             if pipe:
                 port = free_port()
                 command = [sys.executable, "-m", "tests.bench.pipe", "--port", str(port)]
@@ -136,14 +159,22 @@ def targets(
 
 
 @contextmanager
-def _routers(p: str, d: str, router: str | None, processes: list[int]) -> Iterator[list[Target]]:
+def _routers(
+    p: str, d: str, router: str | None, processes: list[int], beside: Sequence[Beside]
+) -> Iterator[list[Target]]:
     found: list[Target] = []
     with ExitStack() as stack:
-        for count in processes:
+        ours = [
+            ("kvloop" if n == 1 else f"kvloop, {n} processes", n, ROOT, sys.executable)
+            for n in processes
+        ]
+        ours += [(each.name, 1, each.folder, each.python) for each in beside]
+        for name, count, folder, python in ours:
             port = free_port()
             process = stack.enter_context(
                 started(
-                    [sys.executable, "-m", "proxy", "--workers", str(count)],
+                    [python, "-m", "proxy", "--workers", str(count)],
+                    folder,
                     KVLOOP_PREFILL_URLS=p,
                     KVLOOP_DECODE_URLS=d,
                     KVLOOP_PORT=str(port),
@@ -152,7 +183,6 @@ def _routers(p: str, d: str, router: str | None, processes: list[int]) -> Iterat
                 )
             )
             wait_for(port, "/ready")
-            name = "kvloop" if count == 1 else f"kvloop, {count} processes"
             found.append(Target(name, port, process.pid))
         if router:
             port = free_port()
@@ -250,7 +280,9 @@ class Result:
 def grid(chosen: argparse.Namespace) -> list[Result]:
     results: list[Result] = []
     for prompt_bytes, chunks in itertools.product(chosen.prompt_bytes, chosen.chunks):
-        with targets(chunks, prompt_bytes, chosen.router, chosen.processes) as found:
+        with targets(
+            chunks, prompt_bytes, chosen.router, chosen.processes, beside=chosen.beside
+        ) as found:
             for clients in chosen.clients:
                 cell = Cell(prompt_bytes, chunks, clients)
                 samples: dict[str, list[Sample]] = {each.name: [] for each in found}
@@ -480,6 +512,14 @@ def main() -> None:
         "--router",
         default=router_command(),
         help="command of another router; {p}, {d}, {port}, {metrics} are filled in; '' for none",
+    )
+    options.add_argument(
+        "--beside",
+        type=Beside.of,
+        nargs="+",
+        default=[],
+        metavar="NAME=FOLDER[:PYTHON]",
+        help="other checkouts of kvloop to measure in the same run",
     )
     options.add_argument("--quick", action="store_true", help="short prompt and answer, no files")
     options.add_argument("--soak", type=float, help="seconds of traffic to watch memory over")
