@@ -62,7 +62,7 @@ bench: env ## Measure all legs on a CPU pair, favourable and not; writes bench-r
 	$(BENCH) --title "beside prefill's own cache" --out bench-report/production --scale 0.15 \
 		--legs production,decode-local,single --workloads agent,chat,coding,branches --conversations 6 $(ARGS)
 	$(BENCH) --title "prefill's cache too small" --out bench-report/evicted --scale 0.15 \
-		--legs production,single --workloads agent,reasoning --conversations 6 --clients 6 \
+		--legs production,single --workloads agent,reasoning --conversations 6 --clients 6 --lease 240 \
 		--set max-model-len=2048 --prefill-set num-gpu-blocks-override=80 $(ARGS)
 	$(BENCH) --title "where reuse may not win" --out bench-report/unfavourable --scale 0.15 \
 		--legs published,noise,production --workloads one-shot,late,burst --conversations 12 $(ARGS)

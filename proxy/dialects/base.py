@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import orjson
@@ -33,6 +34,8 @@ class Dialect:
     """Fields that limit the answer's length, all set to 1 when prefill takes the client's body."""
     only_decode: ClassVar[tuple[str, ...]] = wire.ONLY_DECODE
     """Fields that prefill must not see when it takes the client's body."""
+    prefill_adds: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Fields that it must see then."""
     returns_ids: ClassVar[bool] = True
     """Has the route a field that asks for the answer's token ids?"""
 
@@ -107,6 +110,7 @@ class Dialect:
             leg[field] = 1
         leg["stream"] = False
         leg["kv_transfer_params"] = transfer
+        leg.update(self.prefill_adds)
         leg.update(shared or {})
         return orjson.dumps(leg)
 

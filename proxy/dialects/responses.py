@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from hashlib import blake2b
 from secrets import token_hex
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import orjson
@@ -61,7 +62,8 @@ class Responses(Dialect):
     path: ClassVar[str] = "/v1/responses"
     render_path: ClassVar[str] = "/v1/responses/render"
     length_fields: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
-    only_decode: ClassVar[tuple[str, ...]] = (*wire.ONLY_DECODE, "include", "store", "request_id")
+    only_decode: ClassVar[tuple[str, ...]] = (*wire.ONLY_DECODE, "include", "request_id")
+    prefill_adds: ClassVar[Mapping[str, Any]] = MappingProxyType({"store": False})
     returns_ids: ClassVar[bool] = False
 
     last_events: ClassVar[tuple[bytes, ...]] = (
@@ -101,14 +103,6 @@ class Responses(Dialect):
 
     def shared_fields(self, caller: Caller, worker: str) -> dict[str, Any]:
         return {"request_id": new_response_id(caller, worker)}  # here the id is in the body
-
-    def prefill_body(
-        self,
-        body: dict[str, Any],
-        transfer: Mapping[str, Any],
-        shared: Mapping[str, Any] | None = None,
-    ) -> bytes:
-        return super().prefill_body({**body, "store": False}, transfer, shared)
 
     def adapt_decode_leg(self, leg: dict[str, Any], caller: Caller, worker: str) -> None:
         leg["request_id"] = new_response_id(caller, worker)

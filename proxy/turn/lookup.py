@@ -164,7 +164,7 @@ class Lookup:
         match: Match | None = None
         if not parts.reuse_on:
             miss = Reason.REUSE_DISABLED
-        elif prompt is not None:
+        elif prompt is not None and any(each.transfer_mode != "push" for each in prefills):
             with turn.trace.span("find"):
                 match, miss = await self._find(turn, prompt.tokens, miss)
 

@@ -385,3 +385,5 @@ async def test_media_is_never_reused(serving: Serving, stream: bool) -> None:
             {"model": MODEL, "input": [item], "stream": stream}, path="/v1/responses"
         )
         assert answer.reason == "media"
+    asked = serving.prefill.bodies("/v1/responses")
+    assert [body["store"] for body in asked] == [False] * 3, "nobody can ask prefill for an answer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -83,6 +84,10 @@ async def test_the_first_turn_goes_in_turn_and_the_next_together(pushing: Pushin
     push = serving.cluster.push
     assert (push.writes, push.registered_first, push.waiting, push.unclaimed) == (2, 1, [], {})
     assert serving.cluster.faults == []
+    page = (await serving.get("/metrics")).body.decode()
+    finds = re.search(r'kvloop_table_seconds_count{operation="find"} (\S+)', page)
+    assert finds is not None
+    assert float(finds[1]) <= 1, "nothing is kept for push turns: only the first may look"
 
 
 BODIES: dict[str, dict[str, Any]] = {
