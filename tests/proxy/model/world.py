@@ -657,9 +657,12 @@ class ModelClient:
     async def _prefill(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
         world = self._world
         how = await world.gate("prefill")
-        if how != "ok" and request["prompt"] == [0]:
+        params = request["kv_transfer_params"]
+        alone = request["prompt"] == [0]
+        released = "remote_request_id" in params and not params["remote_num_tokens"]
+        if (alone and how != "ok") or (released and how == "gone"):
             # A release is tried once; what is left then ends with its lease.
-            key = request["kv_transfer_params"]["remote_request_id"]
+            key = params["remote_request_id"]
             if key in world.pins:
                 world.pins[key].nobody = "prefill died with the release"
         self._fail_unless_ok(worker, how)
@@ -667,11 +670,10 @@ class ModelClient:
             request["model"],
             request.get("cache_salt", ""),
             request["prompt"],
-            request["kv_transfer_params"],
+            params,
         )
         how = await world.gate("prefill answer")
-        params = request["kv_transfer_params"]
-        if how == "failed" and "remote_request_id" in params and not params["remote_num_tokens"]:
+        if how == "failed" and released:
             how = "gone"  # a 500 comes from a read that failed, and here nothing was to be read
         self._fail_unless_ok(worker, how)
         if handle is None:
