@@ -9,13 +9,16 @@ from math import ceil
 
 from kvloop.advise import replay
 from kvloop.advise.model import Costs, KvModel
-from kvloop.advise.replay import NO_CACHE, Outcome, PrefillCache
+from kvloop.advise.replay import NO_APPENDS, NO_CACHE, Appends, Outcome, PrefillCache
 from kvloop.advise.traffic import Traffic
 from kvloop.bench.stats import quantile
 
 LEASES = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0)
 """Seconds for which a session can be found. Doubling: what matters of a gap is its order of
 magnitude."""
+
+_NEVER = 1 << 62
+"""A pull of so many tokens is never made."""
 
 WORTH_IT = 0.05
 """Share of prefill's time below which saving it is not worth a second system to run."""
@@ -45,6 +48,7 @@ class Pair:
     cache: PrefillCache = NO_CACHE
     margin: float = 30.0
     """The proxy's ``expiry_margin_seconds``: decode keeps blocks this much longer than a lease."""
+    appends: Appends = NO_APPENDS
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,10 @@ class Advice:
 def advise(traffic: Traffic, model: KvModel, costs: Costs, pair: Pair) -> Advice:
     """Weigh it up. Never raises for traffic that has turns."""
     crossover = costs.crossover(model, block=pair.block)
-    if crossover is None:
-        return _no(
-            ["at this speed no prefix below a million tokens is quicker to pull than to compute"],
-            crossover,
-        )
-    threshold = max(crossover, pair.block)
+    never = "at this speed no prefix below a million tokens is quicker to pull than to compute"
+    if crossover is None and not pair.appends.tokens:
+        return _no([never], crossover)
+    threshold = None if crossover is None else max(crossover, pair.block)
     if not traffic.timed:
         share = replay.repeated_share(traffic)
         reasons = [
@@ -97,21 +99,24 @@ def advise(traffic: Traffic, model: KvModel, costs: Costs, pair: Pair) -> Advice
             costs,
             lease=lease,
             block=pair.block,
-            threshold=threshold,
+            threshold=_NEVER if threshold is None else threshold,
             cache=pair.cache,
             margin=pair.margin,
+            appends=pair.appends,
         )
         for lease in LEASES
     )
     chosen, capped = _choose(outcomes, pair)
     best = max(outcome.saved for outcome in outcomes)
     reasons = _facts(traffic, pair, chosen)
+    if threshold is None:
+        reasons.append(never)
     if best <= 0 or chosen.saved_share < WORTH_IT:
         reasons.append(
             f"reuse would save {chosen.saved_share:.1%} of prefill's time, below "
             f"{WORTH_IT:.0%}: not worth a second system"
         )
-        if pair.cache.tokens and not chosen.pulls:
+        if pair.cache.tokens and not chosen.pulls and not chosen.appends:
             reasons.append("prefill's own prefix cache already holds nearly all that repeats")
         if capped:
             reasons.append("decode has too few blocks for a longer lease; more may change this")
@@ -170,6 +175,12 @@ def _facts(traffic: Traffic, pair: Pair, chosen: Outcome) -> list[str]:
         "first turns, which reuse cannot help",
         f"{replay.repeated_share(traffic):.0%} of all prompt tokens repeat the turn before",
     ]
+    if chosen.appends:
+        facts.append(
+            f"{chosen.appends / turns:.0%} of the turns skip prefill: decode computes their "
+            f"additions itself, for which its running streams stand still for up to "
+            f"{chosen.longest_append * 1000:,.0f} ms"
+        )
     if pair.cache.tokens:
         facts.append(
             f"prefill's own cache serves {chosen.cached / max(1.0, chosen.prompt):.0%} of prompt "
@@ -190,4 +201,7 @@ def _ratio(traffic: Traffic, chosen: Outcome, pair: Pair) -> Ratio | None:
     if not speed or not output:
         return None
     decoding = output / speed
-    return Ratio(chosen.seconds_without / decoding, chosen.seconds_with / decoding)
+    return Ratio(
+        chosen.seconds_without / decoding,
+        chosen.seconds_with / (decoding + chosen.append_seconds),
+    )

@@ -75,6 +75,23 @@ def advise(
         ),
     ] = None,
     prefill_workers: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1,
+    append_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            envvar="KVLOOP_APPEND_TOKENS",
+            help="The proxy's setting: additions that decode computes itself; 0: none. "
+            "With --measured: as the arm had it, else 64.",
+        ),
+    ] = None,
+    append_stall_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            envvar="KVLOOP_APPEND_STALL_SECONDS",
+            help="The proxy's setting: longer additions too, if decode takes no longer.",
+        ),
+    ] = 0.15,
     out: Annotated[Path | None, typer.Option(help="Folder for report.html, .md and .json.")] = None,
 ) -> None:
     """Say from traffic whether reuse pays and with which lease, threshold, budget and P:D ratio.
@@ -84,7 +101,7 @@ def advise(
     from kvloop import plots
     from kvloop.advise import advice, fit, logs
     from kvloop.advise import model as models
-    from kvloop.advise.replay import PrefillCache
+    from kvloop.advise.replay import Appends, PrefillCache
     from kvloop.bench import records
 
     try:
@@ -114,20 +131,29 @@ def advise(
             cache = fit.prefill_cache(run, arm)
         else:
             cache = PrefillCache(float((prefill_cache_blocks or 0) * block_size), prefill_workers)
+        if append_tokens is None:
+            append_tokens = fit.APPEND_TOKENS if run is None or fit.appended(arm) else 0
         pair = advice.Pair(
             block_size,
             decode_blocks,
             decode_tokens_per_second,
             cache,
             expiry_margin,
+            Appends(append_tokens, append_stall_seconds),
         )
         found = advice.advise(traffic, kv, costs, pair)
         if run is not None:
-            check = fit.check_pulls(
-                run, arm, kv, block=block_size, threshold=max(block_size, found.threshold or 1)
+            replayed = fit.check_replay(
+                run,
+                arm,
+                kv,
+                costs,
+                block=block_size,
+                threshold=max(block_size, found.threshold or 1),
+                appends=pair.appends,
             )
             kept = fit.check_retained(run, block=block_size)
-            checks = (*checks, *(found_check for found_check in (check, kept) if found_check))
+            checks = (*checks, *replayed, *((kept,) if kept else ()))
     except (
         plots.NoPlots,
         models.UnknownModel,
@@ -191,7 +217,8 @@ def _say(found: Advice, checks: tuple[Check, ...], margin: float) -> None:
     if found.lease is not None and found.budget_blocks is not None:
         ttl = found.lease + margin
         typer.echo(f"lease {found.lease:g} s (decode's time to live {ttl:g} s)")
-        typer.echo(f"pull threshold {found.threshold} tokens")
+        if found.threshold is not None:
+            typer.echo(f"pull threshold {found.threshold} tokens")
         share = f", {found.budget_share:.0%} of decode's" if found.budget_share else ""
         typer.echo(f"retained blocks to allow: {found.budget_blocks:,}{share}")
     if found.ratio is not None:

@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from kvloop.advise.model import Costs, KvModel
-from kvloop.advise.replay import NO_CACHE, PrefillCache, play, retention
+from kvloop.advise.replay import (
+    NO_APPENDS,
+    NO_CACHE,
+    Appends,
+    PrefillCache,
+    play,
+    retention,
+)
 from kvloop.advise.traffic import Traffic, Turn, ordered
 from kvloop.bench.legs import KNOWN_ARMS, expiry_margin
 from kvloop.bench.records import Run, TurnRecord
@@ -174,38 +181,69 @@ def prefill_cache(run: Run, arm: str) -> PrefillCache:
     return PrefillCache(min(sizes) / len(sharing), len(sizes))
 
 
-def check_pulls(run: Run, arm: str, model: KvModel, *, block: int, threshold: int) -> Check | None:
-    """Tokens that a replay pulls within the run's lease beside those pulled, both as shares
-    of all prompt tokens.
+APPEND_TOKENS = 64
+"""The proxy's ``append_tokens`` where nobody says otherwise."""
+
+
+def appended(arm: str) -> bool:
+    """Did decode compute short additions itself on this arm?"""
+    known = KNOWN_ARMS.get(arm)
+    return known is not None and known.decode_local
+
+
+def check_replay(
+    run: Run,
+    arm: str,
+    model: KvModel,
+    costs: Costs,
+    *,
+    block: int,
+    threshold: int,
+    appends: Appends = NO_APPENDS,
+) -> tuple[Check, ...]:
+    """What a replay within the run's lease pulls, as a share of all prompt tokens, and which turns
+    it has decode compute, as a share of all turns, beside what was.
 
     Per workload, with prefill's own cache as the run had it. None where the lease is not known
-    or nothing was pulled.
+    or nothing of the kind was measured.
     """
     if run.lease_seconds is None:
-        return None
+        return ()
     lease = run.lease_seconds - expiry_margin(run.lease_seconds)
-    nothing = Costs(float("inf"), float("inf"), 0.0, 0.0)
-    pairs = []
+    pulled: list[tuple[float, float]] = []
+    on_decode: list[tuple[float, float]] = []
     for workload in dict.fromkeys(r.workload for r in run.turns):
         mine = [r for r in run.turns if r.arm == arm and r.workload == workload]
-        measured = sum(r.pulled_tokens or 0 for r in mine)
         part = traffic_of(_only(run, mine), arm)
         prompts = sum(turn.prompt for turn in part.turns)
         if prompts:
             outcome = play(
                 part,
                 model,
-                nothing,
+                costs,
                 lease=lease,
                 block=block,
                 threshold=threshold,
                 cache=prefill_cache(run, arm),
+                appends=appends,
             )
-            pairs.append((outcome.pulled / prompts, measured / prompts))
+            pulled.append(
+                (outcome.pulled / prompts, sum(r.pulled_tokens or 0 for r in mine) / prompts)
+            )
+            measured = sum(r.route == "decode-local-append" for r in mine)
+            on_decode.append((outcome.appends / len(part.turns), measured / len(part.turns)))
+    checks = (
+        _off(f"share of prompt tokens pulled by {arm}, per workload", pulled),
+        _off(f"share of turns that decode computes on {arm}, per workload", on_decode),
+    )
+    return tuple(check for check in checks if check is not None)
+
+
+def _off(what: str, pairs: Sequence[tuple[float, float]]) -> Check | None:
+    """Differences of shares; None where nothing was measured."""
     if not any(measured for _, measured in pairs):
         return None
     off = [predicted - measured for predicted, measured in pairs]
-    what = f"share of prompt tokens pulled by {arm}, per workload"
     return Check(what, len(off), median([abs(each) for each in off]), median(off))
 
 

@@ -25,6 +25,22 @@ NO_CACHE = PrefillCache()
 
 
 @dataclass(frozen=True)
+class Appends:
+    """When decode computes a turn's addition itself, behind the history that it keeps: the proxy's
+    ``append_tokens`` and ``append_stall_seconds``. ``tokens`` 0: never."""
+
+    tokens: int = 0
+    stall: float = 0.0
+    """Seconds: longer additions too, if computing them takes no longer than this."""
+
+    def takes(self, new: float, seconds: float) -> bool:
+        return new > 0 and self.tokens > 0 and (new <= self.tokens or seconds <= self.stall)
+
+
+NO_APPENDS = Appends()
+
+
+@dataclass(frozen=True)
 class Retention:
     """Blocks that decode keeps, over time."""
 
@@ -44,6 +60,8 @@ class Outcome:
     """Of these, turns that came within the lease and share something."""
     pulls: int
     """Turns that pull: caught, and worth it."""
+    appends: int
+    """Turns that decode computes itself."""
     pulled: float
     """Tokens."""
     cached: float
@@ -52,6 +70,10 @@ class Outcome:
     seconds_without: float
     """Prefill time with its own cache alone."""
     seconds_with: float
+    append_seconds: float
+    """Decode's time for what it computes itself."""
+    longest_append: float
+    """Seconds for which decode's running streams stand still at most."""
     retention: Retention
     bytes_moved: float
     peak_bytes_per_second: float
@@ -61,7 +83,8 @@ class Outcome:
 
     @property
     def saved(self) -> float:
-        return self.seconds_without - self.seconds_with
+        """Prefill's time, less what decode does instead."""
+        return self.seconds_without - self.seconds_with - self.append_seconds
 
     @property
     def saved_share(self) -> float:
@@ -81,13 +104,14 @@ def play(
     threshold: int,
     cache: PrefillCache = NO_CACHE,
     margin: float = 0.0,
+    appends: Appends = NO_APPENDS,
 ) -> Outcome:
     """``lease``: how long a session can be found. ``margin``: how much longer decode keeps its
     blocks (the proxy's ``expiry_margin_seconds``). ``threshold``: shortest pull in tokens."""
     follows = list(traffic.follows())
     cached_by_turn = list(_cached(follows, cache))
-    later = caught = pulls = 0
-    pulled_tokens = cached_tokens = without = with_reuse = moved = 0.0
+    later = caught = pulls = appended = 0
+    pulled_tokens = cached_tokens = without = with_reuse = moved = on_decode = longest = 0.0
     saved: list[float] = []
     windows: dict[int, float] = {}
     for follow, cached in zip(follows, cached_by_turn, strict=True):
@@ -99,8 +123,14 @@ def play(
         hit = follow.gap is not None and follow.gap <= lease and follow.shared > 0
         caught += hit
         more = follow.shared - cached
-        if hit and more >= threshold:
-            rest = turn.prompt - follow.shared
+        rest = turn.prompt - follow.shared
+        # Decode's leg has its overhead in any case.
+        stall = costs.compute(model, rest, follow.shared) - costs.overhead
+        if hit and appends.takes(rest, stall):
+            appended += 1
+            on_decode += stall
+            longest = max(longest, stall)
+        elif hit and more >= threshold:
             reused = costs.compute(model, rest, follow.shared) + costs.pull(model, more)
             pulls += 1
             pulled_tokens += more
@@ -116,11 +146,14 @@ def play(
         later,
         caught,
         pulls,
+        appended,
         pulled_tokens,
         cached_tokens,
         float(sum(turn.prompt for turn in traffic.turns)),
         without,
         with_reuse,
+        on_decode,
+        longest,
         retention(follows, lease=lease + margin, block=block, until=traffic.seconds),
         moved,
         max(windows.values(), default=0.0) / _WINDOW,

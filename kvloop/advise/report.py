@@ -42,7 +42,18 @@ def _settings(advice: Advice, costs: Costs, pair: Pair, model: KvModel) -> list[
             f"{advice.lease:g} s",
             f"decode keeps blocks {ttl:g} s: the proxy's margin of {pair.margin:g} s longer",
         ),
-        ("pull threshold", f"{advice.threshold:,} tokens", "proxy: KVLOOP_PULL_THRESHOLD"),
+        (
+            "pull threshold",
+            f"{advice.threshold:,} tokens" if advice.threshold else "no pulls",
+            "proxy: KVLOOP_PULL_THRESHOLD",
+        ),
+        (
+            "additions computed on decode",
+            f"up to {pair.appends.tokens:,} tokens" if pair.appends.tokens else "none",
+            f"or up to {pair.appends.stall * 1000:,.0f} ms; needs kvloop's connector and plugin"
+            if pair.appends.tokens
+            else "proxy: KVLOOP_DECODE_LOCAL_APPEND",
+        ),
         (
             "retained blocks to allow",
             f"{advice.budget_blocks:,}"
@@ -63,11 +74,17 @@ def _settings(advice: Advice, costs: Costs, pair: Pair, model: KvModel) -> list[
                 f"{advice.ratio.without:.2f} without reuse",
             )
         )
-    environment = (
-        f"KVLOOP_DECODE_KV_TTL_SECONDS={ttl:g} KVLOOP_PULL_THRESHOLD={advice.threshold}\n"
-        f"kvloop worker decode ... --set kv.decoder_kv_blocks_ttl={ttl:g}\n"
-        f"kvloop worker prefill ... --set kv.kv_recompute_threshold={advice.threshold}"
+    environment = f"KVLOOP_DECODE_KV_TTL_SECONDS={ttl:g}"
+    prefill = "kvloop worker prefill ..."
+    if advice.threshold:
+        environment += f" KVLOOP_PULL_THRESHOLD={advice.threshold}"
+        prefill += f" --set kv.kv_recompute_threshold={advice.threshold}"
+    environment += (
+        f" KVLOOP_APPEND_TOKENS={pair.appends.tokens}"
+        if pair.appends.tokens
+        else " KVLOOP_DECODE_LOCAL_APPEND=false"
     )
+    environment += f"\nkvloop worker decode ... --set kv.decoder_kv_blocks_ttl={ttl:g}\n{prefill}"
     return [Table(("setting", "value", "note"), tuple(rows)), Code(environment)]
 
 
@@ -132,6 +149,7 @@ def _leases(traffic: Traffic, advice: Advice, pair: Pair, model: KvModel) -> lis
                 "lease, s",
                 "next turns caught",
                 "turns that pull",
+                "computed on decode",
                 "prompt tokens pulled",
                 "prefill time saved",
                 "saved a pull, ms, p50",
@@ -145,6 +163,7 @@ def _leases(traffic: Traffic, advice: Advice, pair: Pair, model: KvModel) -> lis
                     f"{o.lease:g}",
                     f"{o.caught / max(1, o.later):.0%}",
                     f"{o.pulls:,}",
+                    f"{o.appends:,}",
                     f"{o.pulled / max(1.0, o.prompt):.0%}",
                     f"{o.saved_share:.1%}",
                     f"{sorted(o.saved_per_turn)[len(o.saved_per_turn) // 2] * 1000:,.0f}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvloop.advise.advice import Pair, Verdict, advise
 from kvloop.advise.model import Costs, KvModel
-from kvloop.advise.replay import PrefillCache, play
+from kvloop.advise.replay import Appends, PrefillCache, play
 from kvloop.advise.traffic import Traffic, Turn, ordered
 
 MODEL = KvModel("test", kv_bytes=1e5, parameters=8e9, attention=0.0)
@@ -123,3 +125,51 @@ def test_without_times_nothing_is_said_of_leases() -> None:
     advice = advise(ordered(turns, "test", timed=False), MODEL, FAST, PAIR)
     assert advice.verdict is Verdict.UNKNOWN
     assert advice.lease is None
+
+
+def test_what_decode_computes_itself_costs_its_time_and_no_prefill() -> None:
+    """Turn 2 adds 901 tokens, which take 90 ms."""
+    traffic = conversations(1, 2, gap=1)
+    outcome = play(
+        traffic, MODEL, FAST, lease=60, block=16, threshold=64, appends=Appends(tokens=901)
+    )
+    assert (outcome.appends, outcome.pulls) == (1, 0)
+    assert outcome.seconds_with == pytest.approx(0.1)
+    assert outcome.append_seconds == outcome.longest_append == pytest.approx(0.0901)
+    assert outcome.saved == pytest.approx(0.1099)
+
+
+@pytest.mark.parametrize(("stall", "appends"), [(0.09, 0), (0.091, 1)])
+def test_a_longer_addition_is_decode_s_if_its_streams_wait_little(
+    stall: float, appends: int
+) -> None:
+    traffic = conversations(1, 2, gap=1)
+    rule = Appends(tokens=64, stall=stall)
+    assert (
+        play(traffic, MODEL, FAST, lease=60, block=16, threshold=64, appends=rule).appends
+        == appends
+    )
+
+
+def test_beside_a_prefill_cache_that_holds_everything_appends_may_still_pay() -> None:
+    """Each turn saves a leg of prefill, and its tokens are computed on decode instead."""
+    costs = Costs(FAST.flops_per_second, FAST.bytes_per_second, overhead=0.1, pull_overhead=0.01)
+    pair = Pair(16, 100_000, None, PrefillCache(tokens=1e9), appends=Appends(2000))
+    traffic = conversations(10, 5, gap=5)
+    advice = advise(traffic, MODEL, costs, pair)
+    assert advice.verdict is Verdict.ADOPT
+    assert advice.chosen is not None
+    assert advice.chosen.appends == 40
+    assert any("80% of the turns skip prefill" in reason for reason in advice.reasons)
+    without = advise(traffic, MODEL, costs, replace(pair, appends=Appends()))
+    assert without.verdict is Verdict.DO_NOT
+
+
+def test_a_link_too_slow_for_pulls_leaves_what_decode_computes_itself() -> None:
+    slow = Costs(FAST.flops_per_second, 1e8)
+    pair = Pair(16, 100_000, 1000, appends=Appends(2000))
+    advice = advise(conversations(10, 5, gap=5), MODEL, slow, pair)
+    assert advice.verdict is Verdict.ADOPT
+    assert advice.threshold is None
+    assert advice.chosen is not None
+    assert (advice.chosen.pulls, advice.chosen.appends) == (0, 40)

@@ -60,6 +60,7 @@ def test_advice_is_said_and_written(traffic: Path, model: Path, tmp_path: Path) 
         assert words in text
     # A session is found for the lease if decode keeps its blocks for the proxy's margin longer.
     assert f"KVLOOP_DECODE_KV_TTL_SECONDS={said['lease'] + 30:g} " in text
+    assert "KVLOOP_APPEND_TOKENS=64" in text
     assert "<svg" in (out / "report.html").read_text()
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvloop.advise import fit
 from kvloop.advise.model import Costs, KvModel
+from kvloop.advise.replay import Appends
 from kvloop.bench.records import ArmInfo, Sample, Transfer, TurnRecord, WorkerInfo
 from tests.kvloop_bench.test_summary import run_of
 
@@ -83,12 +84,10 @@ def test_pulls_are_predicted_from_lengths_and_times_alone() -> None:
         if t.arm == "published"
     ]
     run = run_of(*made, lease_seconds=480.0)
-    check = fit.check_pulls(run, "published", MODEL, block=16, threshold=64)
-    assert check is not None
+    (check,) = fit.check_replay(run, "published", MODEL, TRUE, block=16, threshold=64)
     assert check.median_error == pytest.approx(0, abs=1e-9)
     early = replace(run, lease_seconds=10.0)
-    missed = fit.check_pulls(early, "published", MODEL, block=16, threshold=64)
-    assert missed is not None
+    (missed,) = fit.check_replay(early, "published", MODEL, TRUE, block=16, threshold=64)
     pulled = sum(t.pulled_tokens or 0 for t in made) / sum(t.prompt_tokens or 0 for t in made)
     assert missed.bias == pytest.approx(-pulled)
 
@@ -101,11 +100,29 @@ def test_what_prefill_s_own_cache_has_is_not_pulled() -> None:
     run = replace(run_of(*made, lease_seconds=480.0), workers=(worker,), arms=arms)
     assert fit.prefill_cache(run, "production").tokens == 80_000
     assert fit.prefill_cache(run, "cold").tokens == 0
-    with_cache = fit.check_pulls(run, "production", MODEL, block=16, threshold=64)
-    without = fit.check_pulls(replace(run, workers=()), "production", MODEL, block=16, threshold=64)
-    assert with_cache is not None
-    assert without is not None
+    unknown = replace(run, workers=())
+    (with_cache,) = fit.check_replay(run, "production", MODEL, TRUE, block=16, threshold=64)
+    (without,) = fit.check_replay(unknown, "production", MODEL, TRUE, block=16, threshold=64)
     assert with_cache.bias < without.bias
+
+
+def test_turns_that_decode_computes_are_predicted_from_lengths_and_times() -> None:
+    """Each turn adds 301 tokens: as many as decode computes itself, or one more than that."""
+    made = [
+        replace(t, arm="decode-local", route="decode-local-append" if t.turn > 1 else "")
+        for t in turns(noise=0)
+        if t.arm == "cold"
+    ]
+    run = run_of(*made, lease_seconds=480.0)
+    (all_of_them,) = fit.check_replay(
+        run, "decode-local", MODEL, TRUE, block=16, threshold=64, appends=Appends(301)
+    )
+    (none,) = fit.check_replay(
+        run, "decode-local", MODEL, TRUE, block=16, threshold=64, appends=Appends(300)
+    )
+    assert (all_of_them.bias, none.bias) == (pytest.approx(0), pytest.approx(-2 / 3))
+    assert fit.appended("decode-local")
+    assert not fit.appended("production")
 
 
 def test_kept_blocks_are_held_against_decode_s_own_gauge() -> None:
