@@ -444,7 +444,7 @@ def streams(chosen: argparse.Namespace) -> None:
 def paced(chosen: argparse.Namespace) -> str:
     """CPU per chunk when chunks come one by one, as real workers send them."""
     lines = ["| streams | target | chunks/s | CPU µs/chunk | CPU % |", "|---|---|---|---|---|"]
-    chunks = 200
+    chunks = 1000  # 20 s: a turn's own cost is then a small part
     with targets(
         chunks, chosen.prompt_bytes[0], chosen.router, [1], more=("--pace", str(_PACE)), pipe=True
     ) as found:
