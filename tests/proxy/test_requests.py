@@ -227,7 +227,9 @@ def test_ids_with_media_features_are_not_used() -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.integers() | st.text(alphabet='"token_ids:[1,2]\\ ', max_size=30),
+    st.none()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.text(alphabet='"token_ids:[1,2]\\ ', max_size=30),
     lambda part: (
         st.lists(part, max_size=3)
         | st.dictionaries(
