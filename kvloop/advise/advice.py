@@ -17,9 +17,6 @@ LEASES = (5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0)
 """Seconds for which a session can be found. Doubling: what matters of a gap is its order of
 magnitude."""
 
-_NEVER = 1 << 62
-"""A pull of so many tokens is never made."""
-
 WORTH_IT = 0.05
 """Share of prefill's time below which saving it is not worth a second system to run."""
 
@@ -99,7 +96,7 @@ def advise(traffic: Traffic, model: KvModel, costs: Costs, pair: Pair) -> Advice
             costs,
             lease=lease,
             block=pair.block,
-            threshold=_NEVER if threshold is None else threshold,
+            threshold=threshold,
             cache=pair.cache,
             margin=pair.margin,
             appends=pair.appends,

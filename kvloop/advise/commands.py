@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from kvloop.advise.model import Costs, KvModel
     from kvloop.advise.traffic import Traffic
     from kvloop.bench.records import Run
+
+
+Number = TypeVar("Number", int, float)
 
 
 def advise(
@@ -81,17 +84,18 @@ def advise(
             min=0,
             envvar="KVLOOP_APPEND_TOKENS",
             help="The proxy's setting: additions that decode computes itself; 0: none. "
-            "With --measured: as the arm had it, else 64.",
+            "With --measured: as the arm had it, else the proxy's default.",
         ),
     ] = None,
     append_stall_seconds: Annotated[
-        float,
+        float | None,
         typer.Option(
             min=0,
             envvar="KVLOOP_APPEND_STALL_SECONDS",
-            help="The proxy's setting: longer additions too, if decode takes no longer.",
+            help="The proxy's setting, by default as there: longer additions too, if decode takes "
+            "no longer.",
         ),
-    ] = 0.15,
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for report.html, .md and .json.")] = None,
 ) -> None:
     """Say from traffic whether reuse pays and with which lease, threshold, budget and P:D ratio.
@@ -131,15 +135,18 @@ def advise(
             cache = fit.prefill_cache(run, arm)
         else:
             cache = PrefillCache(float((prefill_cache_blocks or 0) * block_size), prefill_workers)
-        if append_tokens is None:
-            append_tokens = fit.APPEND_TOKENS if run is None or fit.appended(arm) else 0
+        if append_tokens is None and run is not None and not fit.appended(arm):
+            append_tokens = 0
         pair = advice.Pair(
             block_size,
             decode_blocks,
             decode_tokens_per_second,
             cache,
             expiry_margin,
-            Appends(append_tokens, append_stall_seconds),
+            Appends(
+                _or_default(append_tokens, "append_tokens"),
+                _or_default(append_stall_seconds, "append_stall_seconds"),
+            ),
         )
         found = advice.advise(traffic, kv, costs, pair)
         if run is not None:
@@ -168,6 +175,14 @@ def advise(
     if out is not None:
         _write(out, traffic, kv, costs, pair, found, checks)
         typer.echo(str(out / "report.html"))
+
+
+def _or_default(given: Number | None, setting: str) -> Number:
+    """What was given, or the proxy's own default."""
+    from proxy.settings import Settings
+
+    default: Number = Settings.model_fields[setting].default
+    return default if given is None else given
 
 
 def _config(path: Path) -> dict[str, object]:

@@ -23,6 +23,7 @@ from kvloop.advise.traffic import Traffic, Turn, ordered
 from kvloop.bench.legs import KNOWN_ARMS, expiry_margin
 from kvloop.bench.records import Run, TurnRecord
 from kvloop.bench.stats import median
+from proxy.turn.plan import DecodeLocalAppend
 
 
 class CannotFit(ValueError):
@@ -181,10 +182,6 @@ def prefill_cache(run: Run, arm: str) -> PrefillCache:
     return PrefillCache(min(sizes) / len(sharing), len(sizes))
 
 
-APPEND_TOKENS = 64
-"""The proxy's ``append_tokens`` where nobody says otherwise."""
-
-
 def appended(arm: str) -> bool:
     """Did decode compute short additions itself on this arm?"""
     known = KNOWN_ARMS.get(arm)
@@ -204,7 +201,7 @@ def check_replay(
     """What a replay within the run's lease pulls, as a share of all prompt tokens, and which turns
     it has decode compute, as a share of all turns, beside what was.
 
-    Per workload, with prefill's own cache as the run had it. None where the lease is not known
+    Per workload, with prefill's own cache as the run had it. Left out where the lease is not known
     or nothing of the kind was measured.
     """
     if run.lease_seconds is None:
@@ -230,7 +227,7 @@ def check_replay(
             pulled.append(
                 (outcome.pulled / prompts, sum(r.pulled_tokens or 0 for r in mine) / prompts)
             )
-            measured = sum(r.route == "decode-local-append" for r in mine)
+            measured = sum(r.route == DecodeLocalAppend.route for r in mine)
             on_decode.append((outcome.appends / len(part.turns), measured / len(part.turns)))
     checks = (
         _off(f"share of prompt tokens pulled by {arm}, per workload", pulled),

@@ -101,13 +101,14 @@ def play(
     *,
     lease: float,
     block: int,
-    threshold: int,
+    threshold: int | None,
     cache: PrefillCache = NO_CACHE,
     margin: float = 0.0,
     appends: Appends = NO_APPENDS,
 ) -> Outcome:
     """``lease``: how long a session can be found. ``margin``: how much longer decode keeps its
-    blocks (the proxy's ``expiry_margin_seconds``). ``threshold``: shortest pull in tokens."""
+    blocks (the proxy's ``expiry_margin_seconds``). ``threshold``: shortest pull in tokens;
+    None: no pulls."""
     follows = list(traffic.follows())
     cached_by_turn = list(_cached(follows, cache))
     later = caught = pulls = appended = 0
@@ -123,15 +124,15 @@ def play(
         hit = follow.gap is not None and follow.gap <= lease and follow.shared > 0
         caught += hit
         more = follow.shared - cached
-        rest = turn.prompt - follow.shared
-        # Decode's leg has its overhead in any case.
-        stall = costs.compute(model, rest, follow.shared) - costs.overhead
-        if hit and appends.takes(rest, stall):
+        new = turn.prompt - follow.shared
+        behind = costs.compute(model, new, follow.shared)
+        stall = behind - costs.overhead  # which decode's leg has in any case
+        if hit and appends.takes(new, stall):
             appended += 1
             on_decode += stall
             longest = max(longest, stall)
-        elif hit and more >= threshold:
-            reused = costs.compute(model, rest, follow.shared) + costs.pull(model, more)
+        elif hit and threshold is not None and more >= threshold:
+            reused = behind + costs.pull(model, more)
             pulls += 1
             pulled_tokens += more
             size = model.bytes_of(more)

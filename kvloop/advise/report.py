@@ -74,17 +74,17 @@ def _settings(advice: Advice, costs: Costs, pair: Pair, model: KvModel) -> list[
                 f"{advice.ratio.without:.2f} without reuse",
             )
         )
-    environment = f"KVLOOP_DECODE_KV_TTL_SECONDS={ttl:g}"
-    prefill = "kvloop worker prefill ..."
+    proxy = [f"KVLOOP_DECODE_KV_TTL_SECONDS={ttl:g}"]
+    prefill = ["kvloop worker prefill ..."]
     if advice.threshold:
-        environment += f" KVLOOP_PULL_THRESHOLD={advice.threshold}"
-        prefill += f" --set kv.kv_recompute_threshold={advice.threshold}"
-    environment += (
-        f" KVLOOP_APPEND_TOKENS={pair.appends.tokens}"
-        if pair.appends.tokens
-        else " KVLOOP_DECODE_LOCAL_APPEND=false"
-    )
-    environment += f"\nkvloop worker decode ... --set kv.decoder_kv_blocks_ttl={ttl:g}\n{prefill}"
+        proxy.append(f"KVLOOP_PULL_THRESHOLD={advice.threshold}")
+        prefill.append(f"--set kv.kv_recompute_threshold={advice.threshold}")
+    if pair.appends.tokens:
+        proxy.append(f"KVLOOP_APPEND_TOKENS={pair.appends.tokens}")
+    else:
+        proxy.append("KVLOOP_DECODE_LOCAL_APPEND=false")
+    decode = f"kvloop worker decode ... --set kv.decoder_kv_blocks_ttl={ttl:g}"
+    environment = "\n".join((" ".join(proxy), decode, " ".join(prefill)))
     return [Table(("setting", "value", "note"), tuple(rows)), Code(environment)]
 
 

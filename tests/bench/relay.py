@@ -74,7 +74,11 @@ class Beside:
         folder, _, python = rest.partition(":")
         if not (name and (Path(folder) / "proxy").is_dir()):
             raise argparse.ArgumentTypeError("NAME=FOLDER, where FOLDER is a checkout")
-        return cls(name, Path(folder).resolve(), python or sys.executable)
+        interpreter = shutil.which(python or sys.executable)
+        if interpreter is None:
+            raise argparse.ArgumentTypeError(f"there is no {python!r}")
+        # It is started in the folder. A virtual environment's link must not be followed.
+        return cls(name, Path(folder).resolve(), os.path.abspath(interpreter))
 
 
 @dataclass(frozen=True)
